@@ -1,7 +1,8 @@
-"""Why a plan is as it is: where its time goes, what limits it, and what every other choice would cost.
+"""Explains a plan: where the time of its step goes, what limits it, and what every other choice of a layer would cost.
 
-``view_of`` makes the figures of a plan for its readers (:class:`PlanView`); ``explain`` finds the alternatives of every layer with
-their regret (:class:`Explanation`); ``explanation_document`` is its JSON, :mod:`autoddl.text.explanation` its text.
+``view_of`` computes the figures of a plan that readers see (:class:`PlanView`).  ``explain`` finds for each layer the alternative
+strategies and their regret (:class:`Explanation`).  ``explanation_document`` turns an explanation into JSON,
+:mod:`autoddl.text.explanation` into text.
 """
 
 from __future__ import annotations

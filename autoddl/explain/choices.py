@@ -1,4 +1,4 @@
-"""The choices of a plan with their alternatives, as values."""
+"""The values of an explanation: the choices of a plan and their alternatives."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ __all__ = ["Alternative", "Choice", "MemoryPrice", "StageChoices"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy that a layer could have had.
+    """Another strategy for a layer, and the plan with it.
 
     Attributes:
-        strategy: of the first of the layers that are tied together.
-        regret_s: how much more the best plan with it costs [s] (of what the plan minimises); less than 0 where the plan is not
-            optimal.
-        least_regret_s: a proven lower bound; equal where ``is_exact``; None where none is known.
-        deltas_s: what the step spends more on each resource [s].
-        memory_bytes: of that plan, on each device.
-        moved: the choices, by name, that change along with it.
-        limit: what speaks against it: the resource that grows the most; ``memory`` where it would be as good without the memory
-            limit; empty where nothing does.
+        strategy: the other strategy; of tied layers the strategy of the first.
+        regret_s: cost of the best known plan with this strategy, minus the cost of the plan [s].  The cost is the step or the
+            communication, as in the plan's objective.  Negative if the plan is not optimal.
+        least_regret_s: a proven lower bound on the regret [s], equal to the regret if ``is_exact``; None if no bound is known.
+        is_exact: whether no plan with this strategy has a smaller regret.
+        deltas_s: time per step on each resource with the alternative, minus the time in the plan [s], by resource.
+        memory_bytes: memory of the fullest device with the alternative.
+        moved: names of the other choices that change along with this one.
+        limit: what the alternative costs: the resource whose time grows the most; ``memory`` if the alternative would be as good
+            without the memory limit; empty if no resource's time grows.
     """
 
     strategy: Strategy
@@ -38,16 +39,17 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice of the plan: layers that are tied together, or equal ones of which one stands for all.
+    """The choice of one strategy: for tied layers, or for equal layers with equal strategies, of which one stands for all.
 
     Attributes:
-        name: of the block and role, or of the first layer.
-        layers: all of them, by name.
-        held: those that an alternative moves (one, where every repetition has a choice of its own).
-        strategy: of the first.
-        resources_s: seconds per step of each resource, of all layers.
-        num_options, num_fitting: strategies on offer, and those with which anything fits the memory limit.
-        alternatives: the nearest ones, ascending.
+        name: block and role of repeated layers (``h.*.mlp.c_fc``), or the name of the variable in the cost table.
+        layers: names of all layers of the choice.
+        held: names of the layers that an alternative changes: the tied layers, or one layer if repetitions are not tied.
+        strategy: the strategy in the plan; of tied layers the strategy of the first.
+        resources_s: time per step on each resource, summed over ``layers`` [s], by resource.
+        num_options: number of strategies to choose from.
+        num_fitting: number of those strategies with which some assignment of the stage may fit in memory.
+        alternatives: the alternatives of least regret, in ascending order of regret.
     """
 
     name: str
@@ -61,27 +63,28 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Of all its layers, per step."""
+        """Time of all layers per step [s]."""
         return sum(self.resources_s.values())
 
     @property
     def label(self) -> str:
-        """With the number of layers, where the name does not tell them."""
+        """The name, followed by the number of layers if the name does not list them."""
         return f"{self.name} x {len(self.layers)}" if len(self.layers) > 1 and " = " not in self.name else self.name
 
     @property
     def limit(self) -> str:
-        """The resource that takes the largest part of its time; empty where it takes none."""
+        """The resource with the largest time; empty if the layers take no time."""
         return max(self.resources_s, key=self.resources_s.__getitem__) if self.seconds else ""
 
 
 @dataclass(frozen=True)
 class MemoryPrice:
-    """What the memory limit costs, at the plan's micro-batch and recomputation.
+    """What the memory limit costs at the plan's micro-batch and recomputation.
 
     Attributes:
-        unlimited_s: a lower bound on the cost [s] without the limit; the optimum then where ``is_exact``.
-        seconds_per_byte: how much a byte more would save, to first order; 0 where the limit does not bind.
+        unlimited_s: a lower bound on the cost without the limit [s]; the optimal cost without the limit if ``is_exact``.
+        is_exact: whether ``unlimited_s`` is the optimal cost without the limit.
+        seconds_per_byte: time that one more byte of memory would save, to first order; 0 if the limit does not bind.
     """
 
     unlimited_s: float
@@ -91,10 +94,13 @@ class MemoryPrice:
 
 @dataclass(frozen=True)
 class StageChoices:
-    """The choices of equal stages (see :class:`.groups.StageGroup`).
+    """The choices of a group of equal stages (see :class:`.groups.StageGroup`).
 
     Attributes:
-        memory_price: what the memory limit costs; None where it is not that of one stage.
+        title: title of the group.
+        stages: numbers of the stages.
+        choices: choices in the order of the graph.
+        memory_price: what the memory limit costs; None if the stage's table is not exact (see :mod:`.stagetable`).
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""What fills the devices of a plan."""
+"""What the memory of each device is used for: parameters, gradients, optimizer states, activations and buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ __all__ = ["DeviceMemory", "device_memory"]
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What fills each of some devices [bytes]."""
+    """The memory of one device, for a group of devices that use theirs alike [bytes].
+
+    Attributes:
+        title: the stages of the devices; ``each device`` if the plan has one stage.
+        num_devices: number of devices in the group.
+        parameters: working copies and master copies of the parameters, and older versions of them (asynchronous schedules).
+        gradients: gradients of the parameters.
+        optimizer: states of the optimizer.
+        activations: activations that are kept from the forward pass to the backward pass.
+        buffer: memory that is in use only while a layer runs.
+    """
 
     title: str
     num_devices: int
@@ -25,11 +35,12 @@ class DeviceMemory:
 
     @property
     def total(self) -> float:
+        """The sum of all parts [bytes]."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffer
 
 
 def device_memory(evaluation: Evaluation) -> tuple[DeviceMemory, ...]:
-    """A row for workers that have the same stages and are filled alike.
+    """Return one entry for each group of workers with the same stages and the same use of memory.
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -37,44 +48,48 @@ def device_memory(evaluation: Evaluation) -> tuple[DeviceMemory, ...]:
     [('each device', 8, True)]
     """
     schedule, workload = evaluation.schedule, evaluation.configuration.workload
-    alike: dict[tuple[tuple[int, ...], tuple[float, float, float]], list[int]] = {}
+    workers_by_use: dict[tuple[tuple[int, ...], tuple[float, float, float]], list[int]] = {}
     for worker in range(schedule.num_workers):
         stages = tuple(sorted({stage for _, stage in schedule.stages_on(worker)}))
-        alike.setdefault((stages, _of_worker(evaluation, worker)), []).append(worker)
+        workers_by_use.setdefault((stages, _worker_memory(evaluation, worker)), []).append(worker)
     rows = []
-    for (stages, (state, activations, buffer)), workers in alike.items():
+    for (stages, (state, activations, buffer)), workers in workers_by_use.items():
         title = f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}"
+        parameters, gradients, optimizer = _split_state(state, workload)
         rows.append(
             DeviceMemory(
-                title if len(evaluation.stages) > 1 else "each device",
-                sum(schedule.widths[worker] for worker in workers),
-                *_divided(state, workload),
-                activations,
-                buffer,
+                title=title if len(evaluation.stages) > 1 else "each device",
+                num_devices=sum(schedule.widths[worker] for worker in workers),
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=activations,
+                buffer=buffer,
             )
         )
     return tuple(rows)
 
 
-def _of_worker(evaluation: Evaluation, worker: int) -> tuple[float, float, float]:
-    """State, activations and buffer [bytes] of a device of one worker; extra versions of weights count as state."""
-    on_worker = evaluation.schedule.stages_on(worker)
-    state = sum(evaluation.stages[stage].state_bytes for _, stage in on_worker)
-    buffer = max(evaluation.stages[stage].buffer_bytes for _, stage in on_worker)
+def _worker_memory(evaluation: Evaluation, worker: int) -> tuple[float, float, float]:
+    """State, activations and buffer of a device of the worker [bytes]; older versions of the weights count as state."""
+    stages_on_worker = evaluation.schedule.stages_on(worker)
+    state = sum(evaluation.stages[stage].state_bytes for _, stage in stages_on_worker)
+    buffer = max(evaluation.stages[stage].buffer_bytes for _, stage in stages_on_worker)
     activations = 0.0
-    for direction, stage in on_worker:
+    for pipeline, stage in stages_on_worker:
         figures = evaluation.stages[stage]
-        places = [(replica.pipeline, replica.worker) for replica in evaluation.schedule.replicas_of(stage)]
-        count = evaluation.in_flight[stage][places.index((direction, worker))]
-        activations += (
-            count * figures.input_bytes + figures.kept_bytes if figures.recompute_s else count * figures.kept_bytes
-        )
-    versions = max(0.0, evaluation.memory[worker] - state - activations - buffer)
-    return state + versions, activations, buffer
+        replicas = [(replica.pipeline, replica.worker) for replica in evaluation.schedule.replicas_of(stage)]
+        num_in_flight = evaluation.in_flight[stage][replicas.index((pipeline, worker))]
+        if figures.recompute_s:
+            activations += num_in_flight * figures.input_bytes + figures.kept_bytes
+        else:
+            activations += num_in_flight * figures.kept_bytes
+    older_versions = max(0.0, evaluation.memory[worker] - state - activations - buffer)
+    return state + older_versions, activations, buffer
 
 
-def _divided(state: float, workload: Workload) -> tuple[float, float, float]:
-    """State into parameters (working copies and masters), gradients and optimizer."""
+def _split_state(state: float, workload: Workload) -> tuple[float, float, float]:
+    """Divide the bytes of the state into parameters (working and master copies), gradients and optimizer states."""
     per_element = workload.bytes_per_parameter
     gradients = state * workload.itemsize / per_element
     optimizer = state * OPTIMIZERS[workload.optimizer] / per_element

@@ -1,11 +1,13 @@
-"""An explanation as programs read it."""
+"""The JSON document of an explanation."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from .choices import Alternative, Choice
+from autoddl.costmodel.strategy import Strategy
+
+from .choices import Choice
 from .explanation import Explanation
 
 __all__ = ["explanation_document"]
@@ -14,7 +16,10 @@ FORMAT = "autoddl-explanation"
 
 
 def explanation_document(explained: Explanation) -> dict[str, Any]:
-    """The JSON document; seconds per step, bytes on each device; ``optimal`` is null of a plan that was edited."""
+    """Return the JSON document of an explanation.
+
+    Times are seconds per step, memory is bytes of the fullest device.  ``optimal`` is null if the plan was edited.
+    """
     view, price = explained.view, explained.memory_price
     return {
         "format": FORMAT,
@@ -46,7 +51,7 @@ def _choice_fields(choice: Choice) -> dict[str, Any]:
     return {
         "name": choice.name,
         "layers": list(choice.layers),
-        "strategy": _splits(choice),
+        "strategy": _split_fields(choice.strategy),
         "text": str(choice.strategy),
         "resources_s": dict(choice.resources_s),
         "limited_by": choice.limit or None,
@@ -55,7 +60,7 @@ def _choice_fields(choice: Choice) -> dict[str, Any]:
         "held": list(choice.held),
         "alternatives": [
             {
-                "strategy": _splits(alternative),
+                "strategy": _split_fields(alternative.strategy),
                 "text": str(alternative.strategy),
                 "regret_s": alternative.regret_s,
                 "least_regret_s": alternative.least_regret_s,
@@ -70,5 +75,6 @@ def _choice_fields(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _splits(of: Choice | Alternative) -> list[list[int]]:
-    return [list(split) for split in of.strategy.splits]
+def _split_fields(strategy: Strategy) -> list[list[int]]:
+    """``[p0, p1, p2]`` for each network level."""
+    return [list(split) for split in strategy.splits]

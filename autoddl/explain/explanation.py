@@ -1,4 +1,4 @@
-"""The explanation of a plan."""
+"""Explains the choices of a plan, stage by stage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Explanation", "explain"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a plan is as it is.
+    """The choices of a plan with their alternatives.
 
     Attributes:
-        view: the plan.
-        sections: the choices with their alternatives, by equal stages.
+        view: the figures of the plan.
+        sections: the choices of each group of equal stages.
     """
 
     view: PlanView
@@ -29,12 +29,12 @@ class Explanation:
 
     @property
     def memory_price(self) -> MemoryPrice | None:
-        """What the memory limit costs; None for a pipeline, whose stages each have their own."""
+        """What the memory limit costs; None if it is not known exactly, as for a plan with several stages."""
         return self.sections[0].memory_price
 
     @property
     def scope(self) -> str:
-        """What a regret is, in a sentence."""
+        """A sentence that says what a regret is, and what is kept as in the plan."""
         what = "communication" if self.view.objective == "communication" else "step"
         if self.memory_price is not None:
             return (
@@ -48,13 +48,16 @@ class Explanation:
 
 
 def explain(view: PlanView, *, count: int = 3, layer: str | None = None, time_limit_s: float = math.inf) -> Explanation:
-    """Find the ``count`` nearest alternatives of every choice, or of one layer's.
+    """Find the alternatives of least regret for every choice of a plan, or for one layer.
 
     Args:
-        time_limit_s: for all searches and simulations.
+        view: the plan, from :func:`.view.view_of`.
+        count: number of alternatives per choice, 0 to 1000.
+        layer: name of a choice or of a layer; None for all choices.
+        time_limit_s: time for all searches and simulations together.
 
     Raises:
-        UserError: there is no such layer, or an option is out of range.
+        UserError: the plan has no such layer, or ``count`` or ``time_limit_s`` is out of range.
 
     >>> import autoddl
     >>> from autoddl.explain import view_of
@@ -70,11 +73,11 @@ def explain(view: PlanView, *, count: int = 3, layer: str | None = None, time_li
     deadline = time.perf_counter() + time_limit_s
     sections = []
     for number, stage_group in enumerate(view.stage_groups):
-        # No group may use up the time of those behind it.
+        # Share the remaining time evenly, so that no group uses up the time of later ones.
         share = max(0.0, deadline - time.perf_counter()) / (len(view.stage_groups) - number)
-        found = explain_stages(view, stage_group, count=count, layer=layer, time_limit_s=share)
-        if found.choices:
-            sections.append(found)
+        section = explain_stages(view, stage_group, count=count, layer=layer, time_limit_s=share)
+        if section.choices:
+            sections.append(section)
     if not sections:
         names = list(dict.fromkeys(layers.name for stage_group in view.stage_groups for layers in stage_group.layers))
         known = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

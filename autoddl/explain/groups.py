@@ -1,4 +1,4 @@
-"""The layers of a plan as its readers see them: equal stages are one group, equal layers of a repeated block are one group."""
+"""Groups of equal stages, and in each stage groups of equal layers of a repeated block; reports show one row for each group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["LayerGroup", "StageGroup", "group_name", "place_of", "stage_groups"]
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Equal layers of a repeated block with one strategy, or a layer of its own.
+    """Layers of a stage with the same role in a repeated block and the same strategy, or a single layer.
 
     Attributes:
-        name: of the block and role, or the layer's.
-        layers: by name.
-        strategy: of all of them.
-        sbp: layouts of input, weight and output as text; a layer without weights has "" there.
-        compute_s, communication_s: per step, on each device (of one stage, where it stands for several).
+        name: block and role (``h.*.mlp.c_fc``), or the name of a single layer.
+        layers: names of the layers, in graph order.
+        strategy: the strategy of all layers.
+        sbp: SBP layouts of ``input``, ``weight`` and ``output`` as text; empty for the weight of a layer without weights.
+        compute_s: computation of all layers, per step on each device [s].
+        communication_s: communication of all layers, per step on each device [s].
     """
 
     name: str
@@ -35,22 +36,23 @@ class LayerGroup:
 
     @property
     def seconds(self) -> float:
+        """Computation and communication [s]."""
         return self.compute_s + self.communication_s
 
     @property
     def label(self) -> str:
-        """With the number of layers."""
+        """The name, followed by the number of layers if there are several."""
         return f"{self.name} x {len(self.layers)}" if len(self.layers) > 1 else self.name
 
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Equal stages.
+    """Stages with equal layers, strategies and recomputation.
 
     Attributes:
-        title: names the stages; empty where the plan has one stage alone.
-        stages: their numbers.
-        layers: of the first of them.
+        title: the numbers of the stages and their recomputation as text; empty if the plan has one stage.
+        stages: numbers of the stages.
+        layers: groups of the layers of the first stage.
     """
 
     title: str
@@ -59,33 +61,33 @@ class StageGroup:
 
 
 def stage_groups(evaluation: Evaluation) -> tuple[StageGroup, ...]:
-    """Groups of equal stages, in the order of their first ones.
+    """Return the groups of equal stages, in the order of the first stage of each group.
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
     >>> [(group.title, group.stages, [layers.name for layers in group.layers]) for group in stage_groups(plan.evaluation)]
     [('', (0,), ['fc1', 'fc2'])]
     """
-    alike: dict[object, list[int]] = {}
+    by_signature: dict[object, list[int]] = {}
     for stage in range(len(evaluation.stages)):
-        alike.setdefault(_signature(evaluation, stage), []).append(stage)
+        by_signature.setdefault(_signature(evaluation, stage), []).append(stage)
     return tuple(
         StageGroup(
             _title(evaluation, stages), tuple(stages), _layer_groups(evaluation.stages[stages[0]].assessment.layers)
         )
-        for stages in alike.values()
+        for stages in by_signature.values()
     )
 
 
 def _signature(evaluation: Evaluation, stage: int) -> object:
-    """What equal stages have in common: layers and their inputs, by place, and what was chosen for them."""
+    """A key that equal stages share: their layers, the positions of the layers' inputs, the strategies and the recomputation."""
     graph, choice = evaluation.stages[stage].graph.graph, evaluation.configuration.stages[stage]
-    place = {layer.name: i for i, layer in enumerate(graph.layers)}
+    position = {layer.name: i for i, layer in enumerate(graph.layers)}
     rows = tuple(
         (
             layer.signature(),
             layer.role,
-            tuple(place[name] for name in graph.inputs(layer.name)),
+            tuple(position[name] for name in graph.inputs(layer.name)),
             choice.strategies[layer.name],
         )
         for layer in graph.layers
@@ -97,36 +99,36 @@ def _title(evaluation: Evaluation, stages: Sequence[int]) -> str:
     if len(evaluation.stages) == 1:
         return ""
     recompute = evaluation.configuration.stages[stages[0]].recompute
-    kept = {"none": "", "layers": ", layers recomputed", "stage": ", recomputed"}[recompute]
-    return f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}{kept}"
+    recomputed = {"none": "", "layers": ", layers recomputed", "stage": ", recomputed"}[recompute]
+    return f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}{recomputed}"
 
 
 def _layer_groups(layers: Sequence[LayerAssessment]) -> tuple[LayerGroup, ...]:
     groups: dict[object, list[LayerAssessment]] = {}
     for assessed in layers:
         groups.setdefault((place_of(assessed.layer), assessed.strategy), []).append(assessed)
-    return tuple(_group(members) for members in groups.values())
+    return tuple(_layer_group(members) for members in groups.values())
 
 
 def place_of(layer: Layer) -> object:
-    """What equal layers of repeated blocks have in common: block and role; of other layers the name."""
+    """A key that the repetitions of a layer share: its block and role; for a layer outside of repeated blocks its name."""
     return (layer.block, layer.role) if layer.block else layer.name
 
 
 def group_name(layers: Sequence[Layer]) -> str:
-    """What layers of one place in their blocks are called: by block and role, or by the name of a single layer."""
+    """The common name of repetitions of a layer: block and role (``h.*.mlp.c_fc``), or the name of a single layer."""
     first = layers[0]
     return f"{first.block}.*.{first.role}" if len(layers) > 1 else first.name
 
 
-def _group(members: Sequence[LayerAssessment]) -> LayerGroup:
+def _layer_group(members: Sequence[LayerAssessment]) -> LayerGroup:
     first = members[0]
     layouts = first.strategy.sbp(first.layer)
     return LayerGroup(
         name=group_name([member.layer for member in members]),
         layers=tuple(member.layer.name for member in members),
         strategy=first.strategy,
-        sbp={what: str(layout.without_unit_axes()) if layout else "" for what, layout in layouts.items()},
+        sbp={tensor: str(layout.without_unit_axes()) if layout else "" for tensor, layout in layouts.items()},
         compute_s=sum(member.compute_s for member in members),
         communication_s=sum(member.communication_s for member in members),
     )

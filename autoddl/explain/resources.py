@@ -1,10 +1,11 @@
-"""Where the time of a step goes: how long each resource of the machine is busy.
+"""Divides the time of a step by resource of the machine.
 
-Every price is a sum of terms that are each bound by one resource: a kernel's launch, its arithmetic, the bytes that it moves in
-the device's memory; and on each network level the latency of messages and the bytes sent.  So the seconds of a layer divide
-exactly into one part per resource, and a resource twice as fast saves half of its part (strategies unchanged).
+**Resources.**  A device has three: arithmetic, memory bandwidth and kernel launches.  A network level has two: bandwidth and
+latency.  Every price of the cost model is a sum of terms, and each term is bound by one resource.  So the time of a layer divides
+exactly into one part per resource.  A resource that is twice as fast saves half of its part, if the strategies do not change.
 
-Local work counts FLOPs, bytes and launches apart; of a communication step the latency is what it takes for no bytes.
+**Parts.**  The cost model counts FLOPs, bytes moved and kernel launches of local work separately.  The latency of a communication
+step is its time for 0 bytes; the rest of its time is bandwidth.
 """
 
 from __future__ import annotations
@@ -24,17 +25,23 @@ from autoddl.costmodel.workload import Workload
 
 __all__ = ["ResourceBook", "resource_names"]
 
+#: The resources of a device; they come first in all arrays.
 LOCAL = ("arithmetic", "memory bandwidth", "kernel launches")
 
 
 def resource_names(cluster: Cluster) -> tuple[str, ...]:
-    """The resources that a step's time divides into: those of the device, then two for each network level."""
+    """Names of the resources: those of the device, then bandwidth and latency of each network level with more than one member."""
     links = (f"{level.name} {term}" for level in cluster.levels if level.size > 1 for term in ("bandwidth", "latency"))
     return (*LOCAL, *links)
 
 
 class ResourceBook:
-    """Seconds per resource, for any strategies of one graph on one cluster; equal layers are worked out once."""
+    """Time per resource, for any strategies of a graph on a cluster.  Results are cached, and shared by equal layers.
+
+    Args:
+        graph, cluster: the model and the machine.
+        workload: batch, micro-batch, precision and recomputation.
+    """
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, workload: Workload):
         self.graph, self.cluster, self.workload = graph, cluster, workload
@@ -44,31 +51,35 @@ class ResourceBook:
         self._edges: dict[object, np.ndarray] = {}
 
     def passes(self, strategies: Mapping[str, Strategy]) -> dict[str, np.ndarray]:
-        """For every layer, by name, the seconds of each resource (columns) in the forward pass and the backward pass of one
-        micro-batch, and once per step (rows).  Redistributions count at the consumer."""
-        return {layer.name: self._of(layer, strategies) for layer in self.graph.layers}
+        """Return for every layer, by name, its time on each resource, of shape (3, resources) [s].
+
+        The rows are the forward pass and the backward pass of one micro-batch, and the gradients' all-reduce, once per step.  A
+        redistribution between two layers counts for its consumer.
+        """
+        return {layer.name: self._layer_passes(layer, strategies) for layer in self.graph.layers}
 
     def seconds(self, strategies: Mapping[str, Strategy]) -> dict[str, np.ndarray]:
-        """For every layer, by name, the seconds per step of each resource."""
+        """Return for every layer, by name, its time per step on each resource [s]."""
         num = self.workload.num_micro_batches
         weights = np.array([num, num, 1.0])
         return {name: weights @ passes for name, passes in self.passes(strategies).items()}
 
     def total(self, strategies: Mapping[str, Strategy]) -> np.ndarray:
-        """The sum over all layers, per step."""
+        """Return the time per step on each resource, summed over all layers [s]."""
         return np.sum(list(self.seconds(strategies).values()), axis=0)
 
-    def _of(self, layer: Layer, strategies: Mapping[str, Strategy]) -> np.ndarray:
+    def _layer_passes(self, layer: Layer, strategies: Mapping[str, Strategy]) -> np.ndarray:
         strategy = strategies[layer.name]
         key = (self._signatures[layer.name], strategy)
         if key not in self._layers:
-            self._layers[key] = self._own(layer, strategy)
+            self._layers[key] = self._layer_alone(layer, strategy)
         total = self._layers[key]
         for producer in self.graph.inputs(layer.name):
-            total = total + self._arriving(self.graph[producer], strategies[producer], strategy)
+            total = total + self._edge(self.graph[producer], strategies[producer], strategy)
         return total
 
-    def _own(self, layer: Layer, strategy: Strategy) -> np.ndarray:
+    def _layer_alone(self, layer: Layer, strategy: Strategy) -> np.ndarray:
+        """The passes of a layer without the redistribution of its inputs."""
         workload, is_first = self.workload, not self.graph.inputs(layer.name)
         work = layer_work(layer, strategy, self.cluster, workload, workload.micro_batch, is_first)
         passes = np.stack([self._on_links(steps) for steps in (work.forward, work.backward, work.gradient)])
@@ -76,7 +87,8 @@ class ResourceBook:
             row[: len(LOCAL)] = self.cluster.local_times(local, workload.precision)
         return passes
 
-    def _arriving(self, producer: Layer, source: Strategy, target: Strategy) -> np.ndarray:
+    def _edge(self, producer: Layer, source: Strategy, target: Strategy) -> np.ndarray:
+        """The passes of the redistribution of a layer's output for a consumer."""
         key = (self._signatures[producer.name], source.rows_and_features, target.rows_and_features)
         if key not in self._edges:
             forward = edge_steps(producer, source, target, self.workload, self.workload.micro_batch)
@@ -85,9 +97,10 @@ class ResourceBook:
         return self._edges[key]
 
     def _on_links(self, steps: Sequence[Step]) -> np.ndarray:
+        """The time of communication steps on each resource [s]."""
         seconds = np.zeros(len(self.names))
         for step in steps:
             latency_s = self.cluster.time(replace(step, nbytes=0.0))
-            at = len(LOCAL) + 2 * step.axis.level
-            seconds[at : at + 2] += (self.cluster.time(step) - latency_s, latency_s)
+            position = len(LOCAL) + 2 * step.axis.level
+            seconds[position : position + 2] += (self.cluster.time(step) - latency_s, latency_s)
         return seconds

@@ -1,4 +1,4 @@
-"""What the search says of a plan in its document: the certificate, what the plan was compared with, and what was searched."""
+"""Reads the claims of the search from the document of a plan: its certificate, its rivals, and the space that was searched."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.documents import Fields
 
-__all__ = ["Certificate", "RivalFigures", "certificate_of", "includes_summa", "rivals_of", "settings_of"]
+__all__ = [
+    "Certificate",
+    "RivalFigures",
+    "StrategySpace",
+    "certificate_of",
+    "includes_summa",
+    "rivals_of",
+    "settings_of",
+    "strategy_space_of",
+]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the search proved, and how.
+    """What the search proved.
 
     Attributes:
-        optimal: whether no plan of the space is better.
-        lower_bound_s: on what is minimised.
-        gap: how much better another plan could be at most, relative to this one.
-        search_s: what the search took.
-        space_size: plans to choose from; 0 where nobody counted them, as those of a paper's planner.
+        optimal: whether no plan of the space has a smaller cost.
+        lower_bound_s: a lower bound on the cost of all plans of the space [s].
+        gap: (cost - lower bound) / cost; no plan of the space is better by more than this part.
+        search_s: duration of the search [s].
+        space_size: number of plans in the space; 0 if it was not counted, as for the planners of papers.
     """
 
     optimal: bool
@@ -30,27 +39,37 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """``proven optimal``, or the gap."""
         return "proven optimal" if self.optimal else f"gap at most {self.gap:.2%}"
 
 
 def certificate_of(fields: Fields) -> Certificate:
-    """The certificate of a plan whose claims are there."""
+    """Read the certificate of a plan that was not edited."""
     return Certificate(
         optimal=fields.boolean("optimal"),
         lower_bound_s=fields.number("lower_bound_s"),
         gap=fields.number("gap"),
         search_s=fields.number("search_s"),
-        space_size=fields.get("space_size"),  # of any size: spaces have hundreds of digits
+        space_size=fields.get("space_size"),  # not `integer`: the number may have hundreds of digits
     )
 
 
-# ---- What the plan was compared with ----------------------------------------------------------------------------------------
+# ---- Rivals -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RivalFigures:
-    """A baseline's best plan, or why there is none (then there are no figures)."""
+    """The best plan of a baseline, or of a family of pipeline schedules.
+
+    Attributes:
+        name: name of the baseline or family.
+        how: its mesh or stages, micro-batch and recomputation in a few words.
+        infeasible: why there is no such plan; empty if there is one.  An infeasible rival has no figures.
+        step_s: duration of a training step [s].
+        communication_s: communication that a step waits for [s].
+        bubble_s: idle time of the busiest worker in a step [s].
+        memory_bytes: memory of the fullest device.
+    """
 
     name: str
     how: str
@@ -62,7 +81,7 @@ class RivalFigures:
 
 
 def rivals_of(fields: Fields) -> Sequence[RivalFigures]:
-    """Baselines; where pipelines were searched, their families."""
+    """Read the plans that the plan was compared with: baselines, or families of schedules if pipelines were searched."""
     return [_rival(entry) for entry in fields.objects("rivals")]
 
 
@@ -79,12 +98,33 @@ def _rival(entry: Fields) -> RivalFigures:
     )
 
 
-# ---- What was searched ------------------------------------------------------------------------------------------------------
+# ---- The space --------------------------------------------------------------------------------------------------------------
 
 
 def settings_of(fields: Fields) -> list[Fields]:
-    """Micro-batches with and without recomputation, and how each was settled; none where pipelines were searched."""
+    """Read the outcome of each setting (micro-batch and recomputation); empty if pipelines were searched."""
     return fields.objects("candidates")
+
+
+@dataclass(frozen=True)
+class StrategySpace:
+    """Which strategies the search could choose for the layers of a stage.
+
+    Attributes:
+        untied: whether every repetition of a block had a choice of its own.
+        summa: whether linear layers could have Summa meshes.
+    """
+
+    untied: bool = False
+    summa: bool = False
+
+
+def strategy_space_of(fields: Fields) -> StrategySpace | None:
+    """Read the space of strategies from a plan's options; None for a plan that was edited, whose document has no options."""
+    if fields.get("options") is None:
+        return None
+    options = fields.object("options")
+    return StrategySpace(options.boolean("untied"), options.boolean("summa"))
 
 
 def includes_summa(fields: Fields) -> bool:

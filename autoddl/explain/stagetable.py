@@ -1,14 +1,18 @@
-"""The table that a stage's strategies are chosen from, and the plan in it.
+"""The cost table of one stage of a plan: the strategies that its layers can have, what they cost, and which of them the plan has.
 
-**Cost.**  N (forward + backward) of the stage's micro-batches, and the gradients' all-reduce: what one worker does in a step; where
-communication is minimised, the communication in it.
+**Cost.**  With N micro-batches per step, an assignment of strategies costs N (forward + backward) + gradient all-reduce: the time
+of one worker per step.  If the plan minimises communication, only the communication in it counts.
 
-**Memory.**  A stage keeps the activations of K micro-batches at once (K of its fullest worker; of one and K inputs, where it is
-recomputed), so its table's memory is that of state + K kept.
+**Memory.**  A stage keeps the activations of up to K micro-batches at once, where K is that of the stage's fullest worker.  So the
+memory in the table is state + K kept, with kept the activations of one micro-batch.  A recomputed stage keeps the activations of
+one micro-batch (K = 1); the inputs that it keeps of the others are left out of its table.
 
-**Where the table is exact.**  The step of a single stage is this sum, and a device holds this memory: the cheapest choice of the
-table is the best plan (at its micro-batch and recomputation).  It is not exact where a recomputed stage runs forward twice,
-where updates are asynchronous, or with several stages, whose schedule decides by how much a longer pass lengthens the step.
+**Exact tables.**  With a single stage, the step is this cost and a device needs this memory, so the cheapest assignment of the
+table is the best plan at its micro-batch and recomputation.  The table is not exact if
+
+- there are several stages: the schedule decides by how much a longer pass lengthens the step;
+- the stage is recomputed as a whole, so that its forward pass runs twice;
+- the schedule is asynchronous.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
 from autoddl.pipelines.joint.evaluation import Evaluation, stage_workload
 
+from .searched import StrategySpace
 from .steptime import is_sequential
 
 __all__ = ["LayerChoices", "stage_table"]
@@ -29,13 +34,13 @@ __all__ = ["LayerChoices", "stage_table"]
 
 @dataclass(frozen=True, eq=False)
 class LayerChoices:
-    """What the layers of a stage can be.
+    """The strategies that the layers of a stage can have.
 
     Attributes:
-        problem: options, their costs [s] of a step, and their memory [bytes] under the plan's schedule.
-        chosen: the plan's options.
-        memory_limit_bytes: for the stage on its fullest worker.
-        is_exact: whether its costs and its memory are those of the whole plan.
+        problem: the variables, their options, the cost of the options per step [s], and their memory under the plan's schedule.
+        chosen: the option of each variable that the plan has.
+        memory_limit_bytes: memory that the stage may use on its fullest worker.
+        is_exact: whether cost and memory of the table are those of the whole plan.
     """
 
     problem: Problem
@@ -49,16 +54,20 @@ def stage_table(
     stage: int,
     objective: str,
     memory_limit_bytes: float,
-    space_size: int | None = None,
+    space: StrategySpace | None = None,
 ) -> LayerChoices:
-    """The table of a stage of a plan.
+    """Compute the table of one stage of a plan.
 
     Args:
-        memory_limit_bytes: of a device.
-        space_size: of the table that the plan was found on, where that is known.
+        evaluation: the evaluation of the plan.
+        stage: number of the stage.
+        objective: what the plan minimises, ``step`` or ``communication``.
+        memory_limit_bytes: memory limit of a device.
+        space: the strategies that the search could choose from.  If None, as for a plan that was edited, repetitions of a block are
+            tied if they have equal strategies in the plan, and Summa meshes are offered if the plan has one.
 
     Raises:
-        UserError: no table has the plan's strategies.
+        UserError: the strategies of the plan are not in the space.
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -66,54 +75,50 @@ def stage_table(
     >>> table.is_exact, [variable.name for variable in table.problem.variables]
     (True, ['fc1', 'fc2'])
     """
-    book, problem, chosen = _find_table(evaluation, stage, objective, space_size)
-    recomputed = evaluation.stages[stage].recompute_s > 0
-    in_flight = 1.0 if recomputed else max(evaluation.in_flight[stage])
-    if in_flight != 1:
-        problem = _with_in_flight(problem, book, in_flight)
-    is_exact = is_sequential(evaluation) and not recomputed
+    book, problem, chosen = _priced_space(evaluation, stage, objective, space)
+    is_recomputed = evaluation.stages[stage].recompute_s > 0
+    num_in_flight = 1.0 if is_recomputed else max(evaluation.in_flight[stage])
+    if num_in_flight != 1:
+        problem = _with_in_flight(problem, book, num_in_flight)
+    is_exact = is_sequential(evaluation) and not is_recomputed
     limit = memory_limit_bytes
-    if not is_exact:  # what is left on the fullest worker of the stage, beside the stage as it is
+    if not is_exact:
+        # The stage may use its own memory and what is free on its fullest worker.
         workers = [replica.worker for replica in evaluation.schedule.replicas_of(stage)]
-        left = memory_limit_bytes - max(evaluation.memory[worker] for worker in workers)
-        limit = problem.table.peak_memory(chosen) + max(0.0, left)
+        free_bytes = memory_limit_bytes - max(evaluation.memory[worker] for worker in workers)
+        limit = problem.table.peak_memory(chosen) + max(0.0, free_bytes)
     return LayerChoices(problem, chosen, limit, is_exact)
 
 
-def _find_table(
-    evaluation: Evaluation, stage: int, objective: str, space_size: int | None
+def _priced_space(
+    evaluation: Evaluation, stage: int, objective: str, space: StrategySpace | None
 ) -> tuple[PriceBook, Problem, tuple[int, ...]]:
-    """The book, the table and the options of a stage's strategies.
-
-    A plan does not say whether its layers were tied, or Summa was on offer; but the size of its space does, where it is known.
-    """
+    """The prices of a space for one stage, the table with the activations of one micro-batch, and the plan's options in it."""
     configuration, graph = evaluation.configuration, evaluation.stages[stage].graph.graph
     choice = configuration.stages[stage]
     devices = configuration.mesh_of(stage).devices(evaluation.cluster)
     workload = stage_workload(configuration.workload, choice.recompute)
-    found: list[tuple[PriceBook, Problem, tuple[int, ...]]] = []
-    fault: UserError | None = None
-    for untied, summa in ((False, False), (False, True), (True, False), (True, True)):
-        try:
-            book = PriceBook(graph, devices, workload, untied, summa)
-            problem = book.problem(workload.batch, workload.micro_batch, objective)
-            found.append((book, problem, problem.choice(choice.strategies)))
-        except UserError as error:
-            fault = error
-            continue
-        if space_size is None or problem.layer_table.space_size == space_size:
-            return found[-1]
-    if not found:
-        assert fault is not None
-        raise fault
-    return found[0]
+
+    def priced(space: StrategySpace) -> tuple[PriceBook, Problem, tuple[int, ...]]:
+        book = PriceBook(graph, devices, workload, space.untied, space.summa)
+        problem = book.problem(workload.batch, workload.micro_batch, objective)
+        return book, problem, problem.choice(choice.strategies)
+
+    if space is not None:
+        return priced(space)
+    has_summa = any(strategy.summa for strategy in choice.strategies.values())
+    try:
+        return priced(StrategySpace(untied=False, summa=has_summa))
+    except UserError:  # tied layers have different strategies
+        return priced(StrategySpace(untied=True, summa=has_summa))
 
 
-def _with_in_flight(problem: Problem, book: PriceBook, in_flight: float) -> Problem:
-    """The problem with the memory of a stage that keeps the activations of so many micro-batches at once."""
+def _with_in_flight(problem: Problem, book: PriceBook, num_in_flight: float) -> Problem:
+    """The problem with the memory of a stage that keeps the activations of ``num_in_flight`` micro-batches at once."""
     phases = book.phases(problem.workload.micro_batch)
-    known: dict[tuple[int, int], np.ndarray] = {}  # equal variables share their arrays, by which searches know them
+    # Equal variables share one array, because searches recognise equal variables by the identity of their arrays.
+    arrays: dict[tuple[int, int], np.ndarray] = {}
     for state, kept in zip(phases.state, phases.kept):
-        known.setdefault((id(state), id(kept)), np.ceil(state + in_flight * kept))
-    memory = tuple(known[id(state), id(kept)] for state, kept in zip(phases.state, phases.kept))
+        arrays.setdefault((id(state), id(kept)), np.ceil(state + num_in_flight * kept))
+    memory = tuple(arrays[id(state), id(kept)] for state, kept in zip(phases.state, phases.kept))
     return replace(problem, layer_table=replace(problem.layer_table, memory=memory))

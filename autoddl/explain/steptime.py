@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what its busiest worker does in its stages, by resource, and what it waits for."""
+"""Divides a training step into parts: the time of the busiest worker on each resource, and the time that it waits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from .resources import LOCAL, ResourceBook
 
 __all__ = ["StepPart", "is_sequential", "step_parts"]
 
-#: Parts of the step below this share of it are what rounding leaves of a difference.
-_ROUNDING = 1e-12
+#: Parts of the step below this share are rounding errors of a difference, and left out.
+_ROUNDING_SHARE = 1e-12
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """A part of the step's time [s]: of ``compute``, ``communication`` or ``idle``."""
+    """A part of a step's time.
+
+    Attributes:
+        name: a resource (:mod:`.resources`), or what the worker waits for.
+        kind: ``compute``, ``communication`` or ``idle``.
+        seconds: its duration [s].
+    """
 
     name: str
     kind: str
@@ -26,55 +32,51 @@ class StepPart:
 
 
 def is_sequential(evaluation: Evaluation) -> bool:
-    """Whether nothing overlaps and nothing waits: a step is the sum of its micro-batches' passes and of one all-reduce.
+    """Whether a step is the sum of the passes of its micro-batches and of one gradient all-reduce, without overlap or idle time.
 
-    So it is with a single stage, unless its schedule is asynchronous and has an all-reduce for each update.
+    This holds for a single stage, unless its schedule is asynchronous, with an all-reduce for each update.
     """
     return len(evaluation.stages) == 1 and evaluation.schedule.is_synchronous
 
 
 def step_parts(evaluation: Evaluation) -> tuple[StepPart, ...]:
-    """The parts of a step; they add up to it.
+    """Return the parts of a step, which add up to its duration.
 
-    Gradient all-reduces divide by resource too where nothing overlaps; elsewhere what is exposed of them is a part of its own.
+    If the step is sequential (:func:`is_sequential`), the gradient all-reduce is divided by resource as the passes are.  Otherwise
+    the time by which it lengthens the step is a part of its own.
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
     >>> [part.name for part in step_parts(plan.evaluation) if part.kind == "communication"]
     ['intra-node bandwidth', 'intra-node latency']
     """
-    busy = _busy_parts(evaluation, evaluation.busiest)
-    if is_sequential(evaluation):
-        return _without_rounding(*busy)
-    return _without_rounding(
-        *busy,
-        StepPart("transfers between stages", "communication", evaluation.exposed_transfer_s),
-        StepPart("gradient all-reduce", "communication", evaluation.exposed_all_reduce_s),
-        StepPart("pipeline bubble", "idle", evaluation.bubble_s),
-    )
+    parts = _busy_parts(evaluation, evaluation.busiest)
+    if not is_sequential(evaluation):
+        parts += [
+            StepPart("transfers between stages", "communication", evaluation.exposed_transfer_s),
+            StepPart("gradient all-reduce", "communication", evaluation.exposed_all_reduce_s),
+            StepPart("pipeline bubble", "idle", evaluation.bubble_s),
+        ]
+    total = sum(part.seconds for part in parts)
+    return tuple(part for part in parts if part.seconds > _ROUNDING_SHARE * total)
 
 
 def _busy_parts(evaluation: Evaluation, worker: int) -> list[StepPart]:
-    """The time that a worker is busy in its stages, by resource."""
+    """The time that a worker computes or communicates inside its stages, by resource."""
     configuration = evaluation.configuration
     devices = configuration.mesh.mesh_of(worker).devices(evaluation.cluster)
-    all_reduces = 1.0 if is_sequential(evaluation) else 0.0
+    num_all_reduces = 1.0 if is_sequential(evaluation) else 0.0
     names: tuple[str, ...] = ()
     total: np.ndarray | float = 0.0
-    for direction, stage in evaluation.schedule.stages_on(worker):
+    for pipeline, stage in evaluation.schedule.stages_on(worker):
         figures, choice = evaluation.stages[stage], configuration.stages[stage]
         book = ResourceBook(figures.graph.graph, devices, stage_workload(configuration.workload, choice.recompute))
         passes = book.passes(choice.strategies)
-        num = evaluation.micro_batches_of(worker, stage, direction)
-        again = num if figures.recompute_s else 0.0
+        num_micro_batches = evaluation.micro_batches_of(worker, stage, pipeline)
+        num_recomputed = num_micro_batches if figures.recompute_s else 0.0
         names = book.names
-        weights = np.array([num + again, num * figures.backward_passes, all_reduces])
+        num_backward = num_micro_batches * figures.backward_passes
+        weights = np.array([num_micro_batches + num_recomputed, num_backward, num_all_reduces])
         total = total + weights @ np.sum([passes[layer.name] for layer in figures.graph.layers], axis=0)
     kinds = ("compute" if name in LOCAL else "communication" for name in names)
     return [StepPart(name, kind, float(seconds)) for name, kind, seconds in zip(names, kinds, np.asarray(total))]
-
-
-def _without_rounding(*parts: StepPart) -> tuple[StepPart, ...]:
-    """Those that are more than what rounding leaves of a difference."""
-    whole = sum(part.seconds for part in parts)
-    return tuple(part for part in parts if part.seconds > _ROUNDING * whole)

@@ -1,7 +1,7 @@
-"""A plan as its readers see it: the figures that `explain`, `diff` and `report` share.
+"""The figures of a plan that `explain`, `diff` and `report` share.
 
-Figures come from the plan's evaluation, and what the search says of it from its document, as :func:`autoddl.planfile.load_plan` has
-checked it.  What was claimed of a plan that was edited is not there: it has no certificate and no rivals.
+The figures are those of the plan's evaluation.  The claims of the search (certificate, rivals, notes) are read from the plan's
+document, which :func:`autoddl.planfile.load_plan` has checked.  A plan that was edited has no certificate and no rivals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..plandocument import NOT_CLAIMED
 from ..planfile import PlanFile
 from .devicememory import DeviceMemory, device_memory
 from .groups import StageGroup, stage_groups
-from .searched import Certificate, RivalFigures, certificate_of, rivals_of
+from .searched import Certificate, RivalFigures, StrategySpace, certificate_of, rivals_of, strategy_space_of
 from .steptime import StepPart, step_parts
 
 __all__ = ["PlanView", "view_of"]
@@ -24,19 +24,22 @@ __all__ = ["PlanView", "view_of"]
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan's figures; seconds are per training step, bytes those of the fullest (busiest) device.
+    """The figures of a plan.  Times are per training step [s]; memory is that of the fullest device, traffic that of the busiest.
 
     Attributes:
-        plan: what is seen.
-        fields: its document, to be read field by field.
-        model, method, objective: its name, how it was found, and what was minimised.
-        certificate: None of a plan that was edited.
-        memory_limit_bytes: of each device.
-        parts: where the time of the step goes.
-        stage_groups: equal stages, with their layers.
-        memory: what fills the devices.
-        rivals: what the plan was compared with.
-        notes: what its readers should know.
+        plan: the plan.
+        fields: the plan's document, to be read field by field.
+        model: name of the model.
+        method: name of the search or planner that found the plan.
+        objective: what the search minimised, ``step`` or ``communication``.
+        certificate: what the search proved; None for a plan that was edited.
+        strategy_space: the strategies that the search could choose from; None for a plan that was edited.
+        memory_limit_bytes: memory limit of each device.
+        parts: the parts of the step, which add up to it.
+        stage_groups: groups of equal stages, with groups of their equal layers.
+        memory: use of memory of each group of devices.
+        rivals: the plans of baselines or other families.
+        notes: remarks of the planner for the user.
     """
 
     plan: PlanFile
@@ -45,6 +48,7 @@ class PlanView:
     method: str
     objective: str
     certificate: Certificate | None
+    strategy_space: StrategySpace | None
     memory_limit_bytes: float
     parts: tuple[StepPart, ...]
     stage_groups: tuple[StageGroup, ...]
@@ -54,53 +58,57 @@ class PlanView:
 
     @property
     def evaluation(self) -> Evaluation:
-        """Stages, schedule and timeline."""
+        """The evaluation of the plan: stages, schedule, timeline and figures."""
         return self.plan.evaluation
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether there are several stages: only then are there boundaries, bubbles and workers to tell apart."""
+        """Whether the plan has several stages, and so boundaries, bubbles and different workers."""
         return self.plan.num_stages > 1
 
     @property
     def step_s(self) -> float:
+        """Duration of a training step [s]."""
         return self.evaluation.step_s
 
     @property
     def compute_s(self) -> float:
+        """Computation of the busiest worker [s]."""
         return self.evaluation.compute_s
 
     @property
     def communication_s(self) -> float:
-        """What the step waits for: inside the stages of the busiest worker, and exposed between them."""
+        """Communication that the step waits for [s]: inside the stages of the busiest worker, and exposed between stages."""
         return self.evaluation.communication_s
 
     @property
     def bubble_s(self) -> float:
-        """What the busiest worker idles; 0 where there is one stage."""
+        """Idle time of the busiest worker [s]; 0 for a single stage."""
         return self.evaluation.bubble_s if self.has_pipeline else 0.0
 
     @property
     def memory_bytes(self) -> float:
+        """Peak memory of the fullest device."""
         return self.evaluation.memory_bytes
 
     @property
     def sent_bytes(self) -> float:
+        """Bytes that the busiest device sends."""
         return self.evaluation.sent_bytes
 
     @cached_property
     def cost_s(self) -> float:
-        """What was minimised."""
+        """The cost that the search minimised [s]: the step, or its communication."""
         return self.evaluation.cost(self.objective)
 
     @property
     def verdict(self) -> str:
-        """What is proven, in a few words."""
+        """What the search proved, in a few words."""
         return NOT_CLAIMED if self.certificate is None else self.certificate.verdict
 
     @property
     def heading(self) -> str:
-        """Model, cluster and size."""
+        """Model, cluster, number of nodes and devices in one line."""
         cluster = self.plan.cluster
         nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
         return f"{self.model} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}"
@@ -112,25 +120,29 @@ class PlanView:
 
     @property
     def utilisation(self) -> float:
-        """Of the peak FLOP/s of all devices; recomputation does not count as work."""
+        """Model FLOP/s as a part of the peak FLOP/s of all devices; recomputation does not count."""
         cluster, workload = self.plan.cluster, self.plan.workload
         peak = cluster.num_devices * cluster.device.peak_flops[workload.precision]
         return 3 * self.plan.graph.flops * self.rate / peak
 
     @property
     def recomputation(self) -> str:
-        """What is recomputed: none, layers, stage (all of it), or other things in other stages."""
+        """Recomputation of the stages: ``none``, ``layers``, ``stage``, or ``by stage`` if stages differ."""
         kinds = {stage.recompute for stage in self.evaluation.configuration.stages}
         return kinds.pop() if len(kinds) == 1 else "by stage"
 
     @property
     def fastest_rival(self) -> RivalFigures | None:
-        """The feasible one of least step time."""
+        """The feasible rival with the shortest step; None if there is none."""
         return min((r for r in self.rivals if not r.infeasible), key=lambda rival: rival.step_s, default=None)
 
 
 def view_of(plan: PlanFile, where: str = "the plan") -> PlanView:
-    """The figures of a plan.
+    """Compute the figures of a plan.
+
+    Args:
+        plan: a plan with a document (:func:`autoddl.planfile.load_plan`).
+        where: what to call the document in errors, such as its path.
 
     Raises:
         UserError: a field of its document is missing or malformed.
@@ -148,6 +160,7 @@ def view_of(plan: PlanFile, where: str = "the plan") -> PlanView:
         method=fields.text("method"),
         objective=fields.text("objective"),
         certificate=certificate_of(fields) if plan.is_claimed else None,
+        strategy_space=strategy_space_of(fields),
         memory_limit_bytes=fields.number("memory_limit_bytes"),
         parts=step_parts(plan.evaluation),
         stage_groups=stage_groups(plan.evaluation),

@@ -1,10 +1,15 @@
-"""What the commands print: plans, comparisons, explanations, verifications and fits as text.
+"""Results as text, as the commands print them: plans, comparisons, explanations, verifications, fits and others.
 
-- `tables`: `Text` (sections of lines and tables), `Table`, `Column`; the only place where widths are computed.
-- `plans`: a plan, with a pipeline or without; `layers`: what all say of layers.
-- `comparison`, `difference`, `explanation`, `graphs`, `trust`, `verification`: one module per result.
-- `fits`, `rankings`: what calibration found; `pipelines`: the plans of the papers' planners; `runs`: schedules and trainings.
+- `tables`: `Text` (sections of lines and tables), `Table`, `Column`; the only module that computes widths.
+- `plans`: a plan, with a pipeline or without.
+- `comparison`, `difference`, `explanation`, `graphs`, `trust`, `verification`: one module for each kind of result.
+- `fits`, `rankings`: results of a calibration.
+- `pipelines`: plans of the papers' planners.
+- `runs`: schedules and trainings.
+- `catalogue`: the built-in models and clusters.
+- `layers`: names, strategies and layouts of layers, for the tables of all modules.
 
-Every function returns a `Text`: ``str(text)`` has all columns, ``text.fitted(80)`` fits 80 columns.  A column of a table is one
-`Column` in the module of its table.  Nothing that plans, prices or runs imports this package.
+The functions ``..._text`` return a `Text`: ``str(text)`` has all columns, ``text.fitted(80)`` fits 80 columns.  The functions
+``..._section`` return a section of one.  The columns of a table are defined in the module of the table.  No module that plans,
+prices or runs imports this package.
 """

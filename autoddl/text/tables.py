@@ -1,13 +1,14 @@
-"""Texts of sections, their lines and their tables: data, laid out once, at full width or for a terminal.
+"""Texts as data: sections of lines, tables and grids, which are laid out at full width or for a terminal.
 
-At full width (a file, a pipe) nothing is left out.  For a terminal of a given width no line is longer than that:
+At full width (a file, a pipe) nothing is left out.  For a terminal, no line is longer than its width.  A table that is too wide is
+fitted in three steps, until it is narrow enough:
 
-1. Columns of sentences (``wraps``) and headings are broken over several lines.
-2. Columns are left out, in descending order of their ``rank``, those of equal rank from the right; rank 0 is always shown.
-   A line below the table names them.
-3. Only where that is not enough, long names are shortened in their middle: ``h.*.at..s.0 x 48``.
+1. Cells of sentences (``wraps``) and headings are broken over several lines.
+2. Columns are left out in descending order of their ``rank``, and from right to left within a rank.  Columns of rank 0 stay.  A
+   line below the table names the columns that were left out.
+3. Long names are shortened in the middle: ``h.*.at..s.0 x 48``.
 
-Lines of text are broken between words.  Terminals of less than `NARROWEST` columns are taken for that wide.
+Lines of text are broken between words.  The text for a terminal of less than `NARROWEST` columns is `NARROWEST` columns wide.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ __all__ = ["NARROWEST", "Block", "Column", "Grid", "Section", "Table", "Text", "
 
 Item = TypeVar("Item")
 
-#: Terminals are taken for at least so wide [columns].
+#: Smallest width that texts are laid out for [columns of a terminal].
 NARROWEST = 40
-#: A column of sentences is not made narrower than that, nor a shortened name [characters].
-_MIN_SENTENCE, _MIN_NAME = 24, 8
-#: Where lines may be broken: not between a number and its unit.
+#: Smallest width of a column of sentences before other columns are left out [columns of a terminal].
+_MIN_SENTENCE = 24
+#: Smallest width of a shortened name [columns of a terminal].
+_MIN_NAME = 8
+#: Spaces at which lines may be broken: not those between a number and its unit.
 _BREAKS = re.compile(r" +(?!(?:[mun]?s|[KMGT]iB|B)\b)")
 
 
@@ -36,11 +39,11 @@ class Column(Generic[Item]):
     """A column of a table.
 
     Attributes:
-        heading: what stands above it; may be empty.
-        cell: the text of an item's cell; not needed where the table is given its rows.
-        right: whether the cells are set flush right, as numbers are.
+        heading: the heading; may be empty.
+        cell: returns the text of an item's cell; not needed if the table is made from rows.
+        right: whether the cells are aligned to the right, as numbers are.
         rank: 0 for a column that is always shown; columns of higher rank are left out first.
-        name: what the column is called where it is left out (the heading).
+        name: name of the column in the line that lists the columns left out; the heading if empty.
         wraps: whether the cells are sentences, which may be broken over several lines.
     """
 
@@ -53,18 +56,19 @@ class Column(Generic[Item]):
 
     @property
     def label(self) -> str:
-        """What the column is called in a line of text."""
+        """The name of the column in a line of text."""
         return self.name or self.heading
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under headings; without a line of headings where all of them are empty.
+    """Rows of cells under headings.  If all headings are empty, there is no line of headings.
 
     Attributes:
-        rows: of as many cells as there are columns.
-        indent: in front of every line.
-        gap: spaces between columns.
+        columns: the columns, from left to right.
+        rows: the cells of each row, one for each column.
+        indent: text in front of every line.
+        gap: number of spaces between columns.
     """
 
     columns: tuple[Column[Any], ...]
@@ -74,7 +78,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[Column[Item]], items: Iterable[Item], indent: str = "  ") -> Table:
-        """A row for each item, its cells by the columns' functions.
+        """Make a table with one row for each item; the columns' functions ``cell`` make the cells.
 
         >>> columns = (Column("layer", str), Column("length", lambda name: f"{len(name)}", right=True))
         >>> print("\\n".join(Table.of(columns, ["fc1", "head"]).lines()))
@@ -87,57 +91,67 @@ class Table:
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """The positions of the columns that may be left out, the first to go first."""
+        """Positions of the columns that may be left out, in the order in which they are."""
         ranked = [i for i, column in enumerate(self.columns) if column.rank]
         return tuple(sorted(ranked, key=lambda i: (self.columns[i].rank, i), reverse=True))
 
     def replaced(self, replace: Callable[[str], str]) -> Table:
-        """The table with its cells put through ``replace``."""
+        """Return the table with ``replace`` applied to every cell."""
         return dataclasses.replace(self, rows=tuple(tuple(map(replace, row)) for row in self.rows))
 
     def lines(self, width: int | None = None, remedy: str = "") -> list[str]:
-        """The table's lines, and the line that names the columns left out to fit into ``width``."""
+        """Return the lines of the table, and a line that names the columns left out, if any.
+
+        Args:
+            width: largest length of a line; None for no limit.
+            remedy: how to see the columns that are left out, for the line that names them.
+        """
         fit = _Fit(self, width)
         lines = fit.heading()
         for row in self.rows:
             lines += fit.row(row)
         if fit.left_out:
-            said = f"left out: {', '.join(fit.left_out)}{remedy and f' ({remedy})'}"
-            lines += _broken(f"{self.indent}{said}", width)
+            remark = f"left out: {', '.join(fit.left_out)}{remedy and f' ({remedy})'}"
+            lines += _broken(f"{self.indent}{remark}", width)
         return lines
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of equally wide cells that follow each other in time; where they are longer than a line, one part below the other.
+    """Rows of equally wide cells, one cell for each unit of time.  Rows longer than a line are cut into parts, one below another.
 
     Attributes:
-        rows: names, all equally long, and cells.
+        rows: name and cells of each row; all names are equally long.
     """
 
     rows: tuple[tuple[str, Sequence[str]], ...]
 
     def lines(self, width: int | None = None) -> list[str]:
-        """A line for each row, or as many parts as it takes, with an empty line between them."""
-        head, cell = (len(self.rows[0][0]) + 2, len((self.rows[0][1] or [""])[0]) + 1) if self.rows else (0, 1)
-        count = max((len(cells) for _, cells in self.rows), default=0)
-        step = max(1, count if width is None else (width + 1 - head) // cell)
+        """Return a line for each row, in parts of at most ``width`` columns, with an empty line between parts."""
+        name_width, cell_width = 0, 1
+        if self.rows:
+            name, cells = self.rows[0]
+            name_width, cell_width = len(name) + 2, len((cells or [""])[0]) + 1
+        num_cells = max((len(cells) for _, cells in self.rows), default=0)
+        cells_per_part = max(1, num_cells if width is None else (width + 1 - name_width) // cell_width)
         lines: list[str] = []
-        for first in range(0, max(count, 1), step):
+        for first in range(0, max(num_cells, 1), cells_per_part):
             lines += [""] if first else []
-            lines += [f"{name}  {' '.join(cells[first : first + step])}".rstrip() for name, cells in self.rows]
+            lines += [
+                f"{name}  {' '.join(cells[first : first + cells_per_part])}".rstrip() for name, cells in self.rows
+            ]
         return lines
 
 
 #: A line of text, a table, or a grid.
 Block = Union[str, Table, Grid]
-#: What stands together; sections are separated by an empty line.
+#: Blocks that belong together; a text separates its sections by an empty line.
 Section = Sequence[Block]
 
 
 @dataclass(frozen=True)
 class Text:
-    """Sections of lines and tables; ``str()`` is the text at full width."""
+    """Sections of lines, tables and grids; ``str()`` returns the text at full width."""
 
     sections: tuple[Section, ...]
 
@@ -145,19 +159,20 @@ class Text:
         return self.fitted(None)
 
     def replaced(self, replace: Callable[[str], str]) -> Text:
-        """The text with its lines, and the cells of its tables, put through ``replace``."""
+        """Return the text with ``replace`` applied to every line and to every cell of its tables, not to its grids."""
 
-        def of(block: Block) -> Block:
+        def replaced_block(block: Block) -> Block:
             if isinstance(block, str):
                 return replace(block)
             return block.replaced(replace) if isinstance(block, Table) else block
 
-        return Text(tuple([of(block) for block in section] for section in self.sections))
+        return Text(tuple([replaced_block(block) for block in section] for section in self.sections))
 
     def fitted(self, width: int | None, remedy: str = "") -> str:
-        """The text with no line longer than ``width``; None for no limit.
+        """Return the text with no line longer than ``width``.
 
         Args:
+            width: width of the terminal, at least `NARROWEST`; None for no limit.
             remedy: how to see the columns that are left out, for the line that names them.
         """
         width = None if width is None else max(width, NARROWEST)
@@ -169,7 +184,7 @@ class Text:
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and values, a line each."""
+    """Return a table with a line for each (name, value)."""
     cells = tuple((name.ljust(18), value) for name, value in rows)
     return Table((Column(), Column(wraps=True)), cells, indent="", gap=1)
 
@@ -181,7 +196,7 @@ def _lines(block: Block, width: int | None, remedy: str) -> list[str]:
 
 
 def _broken(line: str, width: int | None) -> list[str]:
-    """The line in pieces of at most ``width``, all but the first indented by two more."""
+    """The line in pieces of at most ``width``; all but the first are indented by two more spaces."""
     if width is None or _length(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -189,7 +204,7 @@ def _broken(line: str, width: int | None) -> list[str]:
 
 
 def _wrapped(text: str, width: int, hang: str = "", indent: str = "") -> list[str]:
-    """The words in lines of at most ``width`` (beside ``indent``), all but the first after ``hang``."""
+    """The words in lines of at most ``width`` plus the indent; all lines but the first begin with ``hang`` too."""
     lines: list[str] = []
     line = ""
     for word in _BREAKS.split(text.strip()):
@@ -200,7 +215,7 @@ def _wrapped(text: str, width: int, hang: str = "", indent: str = "") -> list[st
         if line:
             lines.append(line)
         line = (hang if lines else "") + word
-        while _length(line) > width:  # a path, a formula
+        while _length(line) > width:  # a single long word, such as a path
             cut = _cut(line, width)
             lines.append(line[:cut])
             line = hang + line[cut:]
@@ -208,7 +223,7 @@ def _wrapped(text: str, width: int, hang: str = "", indent: str = "") -> list[st
 
 
 def _length(text: str) -> int:
-    """The columns that a terminal shows the text in: East Asian wide characters take two, combining ones none."""
+    """Columns that the text takes on a terminal: two for a wide East Asian character, none for a combining character."""
     if text.isascii():
         return len(text)
     return sum(
@@ -217,7 +232,7 @@ def _length(text: str) -> int:
 
 
 def _cut(text: str, width: int) -> int:
-    """How many characters of the text fit into ``width``, at least one."""
+    """The number of characters of the text that fit in ``width``, at least 1."""
     count = min(len(text), width)
     while count > 1 and _length(text[:count]) > width:
         count -= 1
@@ -225,7 +240,7 @@ def _cut(text: str, width: int) -> int:
 
 
 def _shortened(text: str, width: int) -> str:
-    """The text without its middle where it is longer than ``width``."""
+    """The text, its middle replaced by ``..`` if it is longer than ``width``."""
     if _length(text) <= width:
         return text
     tail = (width - 2) // 2
@@ -237,12 +252,12 @@ def _shortened(text: str, width: int) -> str:
 
 
 class _Fit:
-    """A table's columns that are shown, and their widths.
+    """The columns of a table that fit in a width (see the module's docstring), and the lines made of them.
 
     Attributes:
-        shown: their positions.
-        widths: of those.
-        left_out: names of the others.
+        shown: positions of the columns that are shown.
+        widths: width of every column of the table, by position.
+        left_out: names of the columns that are not shown.
     """
 
     def __init__(self, table: Table, width: int | None):
@@ -254,73 +269,79 @@ class _Fit:
         self.left_out: tuple[str, ...] = ()
         if width is None or self._total(self.shown, whole) <= width:
             return
-        least = [_least(column, cell) for column, cell in zip(table.columns, cells)]
+        # Break sentences and headings, then leave columns out, then shorten names.
+        narrow = [_narrowest(column, cell) for column, cell in zip(table.columns, cells)]
         leaving = iter(table.leaving)
-        while (missing := self._total(self.shown, least) - width) > 0:
+        while (excess := self._total(self.shown, narrow) - width) > 0:
             if len(self.shown) > 1 and (column := next(leaving, None)) is not None:
                 self.shown.remove(column)
-            elif self._shorten(least, missing):
+            elif self._shorten(narrow, excess):
                 pass
             elif len(self.shown) > 1:
-                self.shown.pop()  # rank 0 too, rather than lines that are too long
+                self.shown.pop()  # a column of rank 0: the last resort
             else:
-                least[self.shown[0]] -= missing
+                narrow[self.shown[0]] -= excess
         self.left_out = tuple(column.label for i, column in enumerate(table.columns) if i not in self.shown)
-        spare = -missing
-        # What is left goes to sentences first, then to headings, from the left.
+        # Widen columns by the space that remains: sentences first, then the others, from left to right.
+        spare = -excess
         for i in sorted(self.shown, key=lambda i: (not table.columns[i].wraps, i)):
-            grown = min(spare, whole[i] - least[i])
-            least[i] += grown
-            spare -= grown
-        self.widths = least
+            growth = min(spare, whole[i] - narrow[i])
+            narrow[i] += growth
+            spare -= growth
+        self.widths = narrow
 
     def _total(self, shown: Sequence[int], widths: Sequence[int]) -> int:
+        """Length of a line with these columns."""
         return len(self.table.indent) + sum(widths[i] for i in shown) + self.table.gap * (len(shown) - 1)
 
-    def _shorten(self, widths: list[int], missing: int) -> bool:
-        """Take from the widest column of names, as far as the next one or as needed; False where none can give any more."""
+    def _shorten(self, widths: list[int], excess: int) -> bool:
+        """Narrow the widest column of names, down to the second widest or by ``excess``; False if all have their smallest width."""
         names = [i for i in self.shown if not self.table.columns[i].right and widths[i] > _MIN_NAME]
         if not names:
             return False
         widest = max(names, key=lambda i: widths[i])
         others = [widths[i] for i in names if i != widest]
         floor = max(_MIN_NAME, min(widths[widest] - 1, max(others, default=0)))
-        widths[widest] = max(floor, widths[widest] - missing)
+        widths[widest] = max(floor, widths[widest] - excess)
         return True
 
     def heading(self) -> list[str]:
-        """The lines of headings, which stand on the last one; none where there are no headings."""
+        """The lines of the headings, aligned at the bottom; no lines if all headings are empty."""
         columns = self.table.columns
-        words = [_wrapped(columns[i].heading, max(1, self.widths[i])) for i in self.shown]
-        height = max(map(len, words), default=0)
-        lines = [self._line([[""] * (height - len(word)) + word for word in words], k) for k in range(height)]
-        return lines if any(columns[i].heading for i in self.shown) else []
+        if not any(columns[i].heading for i in self.shown):
+            return []
+        headings = [_wrapped(columns[i].heading, max(1, self.widths[i])) for i in self.shown]
+        height = max(map(len, headings))
+        cells = [[""] * (height - len(heading)) + heading for heading in headings]
+        return [self._line(cells, number) for number in range(height)]
 
     def row(self, cells: Sequence[str]) -> list[str]:
         """The lines of a row."""
-        parts = []
+        broken = []
         for i in self.shown:
-            width = self.widths[i]
-            fits = _length(cells[i]) <= width
-            parts.append(
-                [cells[i]]
-                if fits
-                else _wrapped(cells[i], width)
-                if self.table.columns[i].wraps
-                else [_shortened(cells[i], width)]
-            )
-        return [self._line(parts, k) for k in range(max(map(len, parts), default=0))]
+            cell, width = cells[i], self.widths[i]
+            if _length(cell) <= width:
+                broken.append([cell])
+            elif self.table.columns[i].wraps:
+                broken.append(_wrapped(cell, width))
+            else:
+                broken.append([_shortened(cell, width)])
+        return [self._line(broken, number) for number in range(max(map(len, broken), default=0))]
 
-    def _line(self, parts: Sequence[Sequence[str]], number: int) -> str:
-        cells = []
-        for i, part in zip(self.shown, parts):
-            text = part[number] if number < len(part) else ""
+    def _line(self, cells: Sequence[Sequence[str]], number: int) -> str:
+        """Line ``number`` of a row, whose cells are broken over several lines."""
+        padded = []
+        for i, cell in zip(self.shown, cells):
+            text = cell[number] if number < len(cell) else ""
             space = " " * (self.widths[i] - _length(text))
-            cells.append(space + text if self.table.columns[i].right else text + space)
-        return (self.table.indent + (" " * self.table.gap).join(cells)).rstrip()
+            padded.append(space + text if self.table.columns[i].right else text + space)
+        return (self.table.indent + (" " * self.table.gap).join(padded)).rstrip()
 
 
-def _least(column: Column[Any], cells: int) -> int:
-    """How narrow a column may be before others are left out: as its longest cell (part of a sentence) and word of the heading."""
+def _narrowest(column: Column[Any], cell_width: int) -> int:
+    """The smallest width of a column before others are left out: that of its widest cell and of the longest word of its heading.
+
+    A cell of sentences needs only a part of its width.
+    """
     word = max(map(_length, column.heading.split()), default=0)
-    return max(word, min(cells, _MIN_SENTENCE) if column.wraps else cells)
+    return max(word, min(cell_width, _MIN_SENTENCE) if column.wraps else cell_width)

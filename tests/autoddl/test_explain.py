@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import itertools
 import json
@@ -18,6 +19,7 @@ from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
 from autoddl.explain import explain, explanation_document, view_of
 from autoddl.explain.resources import ResourceBook
+from autoddl.explain.searched import StrategySpace
 from autoddl.explain.stagetable import stage_table
 from autoddl.explain.steptime import step_parts
 from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
@@ -117,7 +119,7 @@ def test_regrets_are_those_of_brute_force(is_tight):
         document = gpt_plan(graph, **options, memory_limit_bytes=document["memory_bytes"] - 1)
     view = viewed(document)
     plan = view.plan
-    problem = stage_table(plan.evaluation, 0, "step", view.memory_limit_bytes, document["space_size"]).problem
+    problem = stage_table(plan.evaluation, 0, "step", view.memory_limit_bytes, view.strategy_space).problem
     best: dict[tuple[int, int], float] = {}
     for choice in itertools.product(*(range(len(variable.options)) for variable in problem.variables)):
         found = assess(graph, plan.cluster, plan.workload, problem.strategies(choice))
@@ -165,18 +167,33 @@ def test_what_memory_costs():
     assert explain(viewed(free), count=0).memory_price.seconds_per_byte == 0
 
 
-@pytest.mark.parametrize("untied, summa", [(True, False), (False, True), (True, True)])
-def test_the_space_that_a_plan_was_chosen_from_is_found_again(untied, summa):
+@pytest.mark.parametrize("untied, summa", [(False, False), (True, False), (False, True), (True, True)])
+def test_alternatives_are_of_the_space_that_the_plan_was_chosen_from(untied, summa):
     document = gpt_plan(untied=untied, summa=summa, micro_batch=16)
     view = viewed(document)
     plan = view.plan
-    table = stage_table(plan.evaluation, 0, "step", view.memory_limit_bytes, document["space_size"])
+    table = stage_table(plan.evaluation, 0, "step", view.memory_limit_bytes, view.strategy_space)
     assert table.is_exact and table.problem.table.space_size == document["space_size"]
     assert table.problem.strategies(table.chosen) == dict(plan.strategies)
     if untied and not summa:
         (section,) = explain(view, count=1).sections
         norms = next(choice for choice in section.choices if choice.name.endswith("ln_1"))
         assert norms.layers[0] == "h.0.ln_1" and len(norms.held) == 1
+
+
+def test_a_plan_that_was_edited_is_explained_in_the_smallest_space_that_has_it(small):
+    """Its document has no options."""
+    document = copy.deepcopy(small)
+    second = next(layer for layer in document["layers"] if layer["name"] == "h.1.ln_1")
+    first = next(layer for layer in document["layers"] if layer["name"] == "h.0.ln_1")
+    second["strategy"] = next(splits for splits in ([[1, 2, 1]] * 2, [[2, 1, 1]] * 2) if splits != first["strategy"])
+    view = view_of(plan_from_document(Fields(document, "plan"), "plan", edited=True))
+    assert view.strategy_space is None and first["strategy"] != second["strategy"]
+    table = stage_table(view.evaluation, 0, "step", view.memory_limit_bytes, view.strategy_space)
+    assert all(len(variable.layers) == 1 or " = " in variable.name for variable in table.problem.variables)
+    assert not any(option.summa for variable in table.problem.variables for option in variable.options)
+    with pytest.raises(UserError, match=r"h\.1\.ln_1 is tied to h\.0\.ln_1"):
+        stage_table(view.evaluation, 0, "step", view.memory_limit_bytes, StrategySpace(untied=False, summa=True))
 
 
 def test_communication_alone():
@@ -253,6 +270,19 @@ def test_a_regret_is_that_of_the_plan_with_this_choice(piped, objective):
                 assert alternative.regret_s == pytest.approx(regret, rel=1e-9, abs=1e-9 * view.cost_s)
                 checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("untied, summa", [(False, False), (True, False), (False, True)])
+def test_alternatives_in_a_pipeline_are_of_the_space_that_the_plan_was_chosen_from(untied, summa):
+    cluster = load_cluster("dgx-a100").resized(1, 8)
+    plan = plan_from_document(Fields(pipeline_plan(cluster=cluster, mesh=StageMesh(1, 4)), "plan"), "plan")
+    options = {**plan.document["options"], "untied": untied, "summa": summa}
+    view = view_of(replace(plan, document={**plan.document, "options": options}))
+    assert view.strategy_space == StrategySpace(untied, summa)
+    (section,) = explain(view, count=1000, layer="h.*.mlp.c_fc").sections[:1]
+    (choice,) = section.choices
+    assert len(choice.layers) == 2 and len(choice.held) == (1 if untied else 2)
+    assert any(alternative.strategy.summa for alternative in choice.alternatives) == summa
 
 
 def test_a_layer_of_any_of_equal_stages():
