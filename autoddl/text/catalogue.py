@@ -1,4 +1,4 @@
-"""What is built in, as text."""
+"""The built-in models and clusters as text."""
 
 from __future__ import annotations
 
@@ -32,12 +32,21 @@ _CLUSTERS: tuple[Column[Record], ...] = (
 
 
 def models_text(records: Sequence[Record], forms: Sequence[str]) -> Text:
-    """A row for each model, and how others are written."""
+    """Return a table of models.
+
+    Args:
+        records: the models, from the document of ``autoddl models --json``.
+        forms: the forms in which other models can be given, such as ``gpt:LAYERSxWIDTH``.
+    """
     return Text(([Table.of(_MODELS, records, indent="")], [f"Others: {', '.join(forms)}"]))
 
 
 def clusters_text(records: Sequence[Record]) -> Text:
-    """A row for each cluster, and how to plan for others."""
+    """Return a table of clusters, and how to plan for others.
+
+    Args:
+        records: the clusters, from the document of ``autoddl clusters --json``.
+    """
     others = "Other numbers of nodes and devices: nodes=N, devices_per_node=G. Your own cluster: autoddl calibrate, autoddl fit."
     return Text(([Table.of(_CLUSTERS, records, indent="")], [others]))
 

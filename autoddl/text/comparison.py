@@ -1,4 +1,4 @@
-"""Baselines and search methods side by side, as text."""
+"""A comparison of baselines and search methods as text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Row = Mapping[str, Any]
 
 
 def comparison_text(exact: Planned, rows: Sequence[Row]) -> Text:
-    """A table of what is feasible, then why the rest is not.
+    """Return a table of the feasible plans, and the reason why each other method or baseline has none.
 
     Args:
         exact: the plan of the exact method.
-        rows: of all methods and baselines.
+        rows: the plans of all methods and baselines.
     """
     cluster, bound = exact.cluster, format_seconds(exact.lower_bound)
     feasible = [row for row in rows if "infeasible" not in row]
@@ -41,6 +41,7 @@ def _columns(exact: Planned) -> tuple[Column[Row], ...]:
     field = "communication_s" if exact.options.objective == "communication" else "step_s"
 
     def to_the_best(row: Row) -> str:
+        """Cost relative to the exact method's."""
         return f"{row[field] / exact.cost:.4g}x" if exact.cost else ""
 
     return (
@@ -58,7 +59,7 @@ def _columns(exact: Planned) -> tuple[Column[Row], ...]:
 
 
 def _remark(row: Row) -> str:
-    """What is proven of a search's plan; the mesh of a baseline's."""
+    """What a search proved about its plan; the mesh of a baseline."""
     if "mesh" in row:
         return str(row["mesh"])
     interrupted = ", interrupted" if row["status"] == "interrupted" else ""

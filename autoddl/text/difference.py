@@ -1,4 +1,4 @@
-"""What differs between two plans, as text."""
+"""The difference between two plans as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ __all__ = ["difference_text"]
 
 
 def difference_text(found: PlanDifference, names: tuple[str, str]) -> Text:
-    """The difference for people; ``names`` are what the plans are called."""
+    """Return the difference as text.
+
+    Args:
+        found: the difference.
+        names: what to call the plans, such as their files.
+    """
     plans = (("before", found.before), ("after", found.after))
     rows = tuple((when, f"{name}: {view.heading}") for (when, view), name in zip(plans, names))
     head = [Table((Column(), Column(wraps=True)), rows, indent="")]
@@ -31,6 +36,7 @@ def difference_text(found: PlanDifference, names: tuple[str, str]) -> Text:
 
 
 def _growth(row: Figure) -> str:
+    """After minus before; ``=`` if they are equal."""
     return "=" if row.is_equal else _signed(row.after - row.before, row.unit)
 
 
@@ -64,17 +70,18 @@ def _signed(value: float, unit: str) -> str:
 # ---- Layers ------------------------------------------------------------------------------------------------------------------
 
 
-def _grown(rows: Sequence[LayerChange], field: str) -> str:
-    """By how much a figure of the layers grows."""
+def _total_growth(rows: Sequence[LayerChange], field: str) -> str:
+    """The sum of a field (after minus before) over the rows; ``=`` if it is 0."""
     value = sum(getattr(row, field) for row in rows)
     return _signed(value, "s" if field.endswith("_s") else "B") if abs(value) > 1e-12 else "="
 
 
-def _amount(field: str) -> Callable[[LayerChange], str]:
-    return lambda row: _grown([row], field)
+def _growth_of(field: str) -> Callable[[LayerChange], str]:
+    return lambda row: _total_growth([row], field)
 
 
-_AMOUNTS = {
+#: Headings of the fields of `LayerChange` that are compared.
+_FIELDS = {
     "compute": "compute_s",
     "communication": "communication_s",
     "sent": "sent_bytes",
@@ -84,23 +91,23 @@ _LAYERS: tuple[Column[LayerChange], ...] = (
     Column("layer", lambda row: repeated(row.name, len(row.layers))),
     Column("before", lambda row: row.before, wraps=True),
     Column("after", lambda row: row.after, wraps=True),
-    Column("compute", _amount(_AMOUNTS["compute"]), right=True, rank=2),
-    Column("communication", _amount(_AMOUNTS["communication"]), right=True),
-    Column("sent", _amount(_AMOUNTS["sent"]), right=True, rank=3),
-    Column("memory", _amount(_AMOUNTS["memory"]), right=True, rank=1),
+    Column("compute", _growth_of(_FIELDS["compute"]), right=True, rank=2),
+    Column("communication", _growth_of(_FIELDS["communication"]), right=True),
+    Column("sent", _growth_of(_FIELDS["sent"]), right=True, rank=3),
+    Column("memory", _growth_of(_FIELDS["memory"]), right=True, rank=1),
 )
 
 
 def _layers(found: PlanDifference) -> Section:
     lines: list[Block] = ["Layers (time, bytes sent and memory: after less before, on each device per step)"]
     changed = [row for row in found.layers if not row.is_same]
-    kept = [row for row in found.layers if row.is_same]
+    unchanged = [row for row in found.layers if row.is_same]
     if changed:
         lines += [Table.of(_LAYERS, changed), legend()]
-    if kept:
-        count = sum(len(row.layers) for row in kept)
-        amounts = {what: _grown(kept, field) for what, field in _AMOUNTS.items()}
-        grown = ", ".join(f"{what} {amount}" for what, amount in amounts.items() if amount != "=")
-        lines.append(f"  {count} layers keep their strategy" + (f": {grown}" if grown else ""))
+    if unchanged:
+        count = sum(len(row.layers) for row in unchanged)
+        growth = {name: _total_growth(unchanged, field) for name, field in _FIELDS.items()}
+        totals = ", ".join(f"{name} {text}" for name, text in growth.items() if text != "=")
+        lines.append(f"  {count} layers keep their strategy" + (f": {totals}" if totals else ""))
     lines += [f"  only before: {name}" for name in found.removed] + [f"  only after: {name}" for name in found.added]
     return lines

@@ -1,4 +1,4 @@
-"""An explanation as text."""
+"""The explanation of a plan as text."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from .tables import Column, Section, Table, Text
 
 __all__ = ["explanation_text", "memory_sentence", "regret_text", "why_text"]
 
-#: Increases of a resource's time below this part of the regret are not named.
-_NAMED = 0.05
+#: A resource is named if its time grows by at least this part of the regret.
+_NAMED_SHARE = 0.05
 
 
 def explanation_text(explained: Explanation) -> Text:
-    """What limits the step, the memory, and every choice with its alternatives."""
+    """Return what limits the step, the use of memory, and every choice with its alternatives."""
     view = explained.view
-    sections = [_heading(view), _time(view), ["Memory", f"  {memory_sentence(explained)}"]]
+    sections = [_heading(view), _step_parts(view), ["Memory", f"  {memory_sentence(explained)}"]]
     sections.append(["Choices and their nearest alternatives", f"  {explained.scope}"])
     for number, section in enumerate(explained.sections):
         table = Table.of(_CHOICES, _choice_rows(section.choices, view.cost_s))
         sections.append([*([section.title] if section.title else []), table, *([] if number else [legend()])])
-    if any(a.limit == "memory" for section in explained.sections for c in section.choices for a in c.alternatives):
+    choices = [choice for section in explained.sections for choice in section.choices]
+    if any(alternative.limit == "memory" for choice in choices for alternative in choice.alternatives):
         sections.append(["memory: without the memory limit this choice would be as good or better"])
     return Text(tuple(sections))
 
 
 def _heading(view: PlanView) -> Section:
-    what = (
-        "" if view.objective == "step" else f", of it {format_seconds(view.communication_s)} communication (minimised)"
-    )
-    return [view.heading, f"  {format_seconds(view.step_s)} per step{what}, {view.verdict}"]
+    minimised = ""
+    if view.objective == "communication":
+        minimised = f", of it {format_seconds(view.communication_s)} communication (minimised)"
+    return [view.heading, f"  {format_seconds(view.step_s)} per step{minimised}, {view.verdict}"]
 
 
-def _time(view: PlanView) -> Section:
+def _step_parts(view: PlanView) -> Section:
     columns: tuple[Column[StepPart], ...] = (
         Column("resource", lambda part: part.name),
         Column("busy", lambda part: format_seconds(part.seconds), right=True),
@@ -56,7 +57,7 @@ def _time(view: PlanView) -> Section:
 
 
 def memory_sentence(explained: Explanation) -> str:
-    """How full the devices are, and what the limit costs."""
+    """Return a sentence that says how full the fullest device is, and what the memory limit costs."""
     view, price = explained.view, explained.memory_price
     used = f"{format_bytes(view.memory_bytes)} of {format_bytes(view.memory_limit_bytes)} on the fullest device"
     if price is None:
@@ -64,10 +65,8 @@ def memory_sentence(explained: Explanation) -> str:
     saved = view.cost_s - price.unlimited_s
     if saved <= 1e-9 * view.cost_s:
         return f"{used}; the limit costs nothing at this micro-batch"
-    least = "" if price.is_exact else "at best "
-    sentence = (
-        f"{used}; without the limit {least}{format_seconds(saved)} less ({saved / view.cost_s:.2%}) at this micro-batch"
-    )
+    at_best = "" if price.is_exact else "at best "
+    sentence = f"{used}; without the limit {at_best}{format_seconds(saved)} less ({saved / view.cost_s:.2%}) at this micro-batch"
     if price.seconds_per_byte:
         sentence += f", and the first GiB more is worth about {format_seconds(price.seconds_per_byte * 2**30)}"
     return sentence
@@ -78,7 +77,7 @@ def memory_sentence(explained: Explanation) -> str:
 
 @dataclass(frozen=True)
 class _Row:
-    """A choice or, with no name, one of its alternatives."""
+    """A row of a table of choices: a choice, or one of its alternatives, which has no name."""
 
     name: str
     strategy: str
@@ -98,15 +97,15 @@ _CHOICES: tuple[Column[_Row], ...] = (
 
 def _choice_rows(choices: Sequence[Choice], cost_s: float) -> Iterator[_Row]:
     for choice in choices:
-        yield _Row(choice.label, str(choice.strategy), _chosen(choice))
+        yield _Row(choice.label, str(choice.strategy), _chosen_text(choice))
         for alternative in choice.alternatives:
             yield _Row("", str(alternative.strategy), why_text(alternative), *regret_text(alternative, cost_s))
         if choice.num_options == 1:
             yield _Row("", "(no other)")
 
 
-def _chosen(choice: Choice) -> str:
-    """What the chosen strategy spends its time on."""
+def _chosen_text(choice: Choice) -> str:
+    """The time of the chosen strategy and its largest part, and remarks on the alternatives."""
     text = f"{format_seconds(choice.seconds)}, mostly {choice.limit}" if choice.limit else "no time"
     if len(choice.held) < len(choice.layers):
         text += f"; alternatives: of {choice.held[0]} alone"
@@ -116,23 +115,27 @@ def _chosen(choice: Choice) -> str:
 
 
 def regret_text(alternative: Alternative, cost_s: float) -> tuple[str, str]:
-    """In seconds and as a part of what is minimised."""
+    """Return the regret of an alternative as text: its time, and its part of the plan's cost.
+
+    Args:
+        alternative: the alternative.
+        cost_s: cost of the plan [s].
+    """
     if alternative.regret_s == 0:
         return ("none" if alternative.is_exact else "at most none", "")
     sign = "+" if alternative.regret_s > 0 else "-"
     seconds = sign + format_seconds(abs(alternative.regret_s))
-    known = "" if alternative.is_exact or alternative.least_regret_s is None else "at most "
+    is_bound = not alternative.is_exact and alternative.least_regret_s is not None
     relative = alternative.regret_s / cost_s if cost_s else 0.0
-    return known + seconds, f"{relative:+.2%}" if abs(relative) >= 5e-5 else "<0.01%"
+    return ("at most " if is_bound else "") + seconds, f"{relative:+.2%}" if abs(relative) >= 5e-5 else "<0.01%"
 
 
 def why_text(alternative: Alternative) -> str:
-    """The resources that it costs, largest first, and how much changes along."""
-    floor = _NAMED * abs(alternative.regret_s)
-    grown = sorted(
-        ((delta, name) for name, delta in alternative.deltas_s.items() if delta > 0 and delta >= floor), reverse=True
-    )
-    parts = [f"{name} {format_seconds(delta)}" for delta, name in grown[:2]] if alternative.regret_s > 0 else []
+    """Return the two resources on which an alternative spends the most additional time, and the choices that change with it."""
+    smallest = _NAMED_SHARE * abs(alternative.regret_s)
+    growth = [(delta, name) for name, delta in alternative.deltas_s.items() if delta > 0 and delta >= smallest]
+    growth.sort(reverse=True)
+    parts = [f"{name} {format_seconds(delta)}" for delta, name in growth[:2]] if alternative.regret_s > 0 else []
     if alternative.limit == "memory":
         parts.insert(0, "memory")
     text = ", ".join(parts) or "as good"

@@ -15,39 +15,45 @@ __all__ = ["graph_text"]
 
 
 def graph_text(graph: LayerGraph) -> Text:
-    """The layers, equal ones of repeated blocks once, and the notes."""
+    """Return a table of the layers, with one row for all repetitions of a layer, and the notes."""
     title = (
         f"{graph.name}: {graph.num_parameters:,} parameters, {graph.flops / 1e9:,.4g} GFLOPs forward per {graph.sample}"
     )
-    return Text(([title], [Table.of(_LAYERS, _grouped(graph.layers))], notes_section(graph.notes)))
+    return Text(([title], [Table.of(_LAYERS, _rows(graph.layers))], notes_section(graph.notes)))
 
 
 @dataclass
-class _Group:
-    """Layers of one place in their blocks: the first of them, and how many they are."""
+class _LayerRow:
+    """A row of the table: the repetitions of a layer in their blocks.
+
+    Attributes:
+        name: block and role of the layer (``h.*.mlp.c_fc``), or its name.
+        first: the first repetition.
+        count: number of repetitions.
+    """
 
     name: str
     first: Layer
     count: int = 0
 
 
-_LAYERS: tuple[Column[_Group], ...] = (
-    Column("layer", lambda group: repeated(group.name, group.count)),
-    Column("kind", lambda group: group.first.kind),
-    Column("input", lambda group: _shape(group.first.input_shape), rank=1),
-    Column("output", lambda group: _shape(group.first.output_shape)),
-    Column("parameters", lambda group: _parameters(group.first), right=True),
-    Column("GFLOPs", lambda group: f"{group.first.flops / 1e9:,.4g}" if group.first.flops else "", right=True, rank=2),
-    Column("followed by", lambda group: ", ".join(group.first.epilogue), wraps=True, rank=3),
+_LAYERS: tuple[Column[_LayerRow], ...] = (
+    Column("layer", lambda row: repeated(row.name, row.count)),
+    Column("kind", lambda row: row.first.kind),
+    Column("input", lambda row: _shape(row.first.input_shape), rank=1),
+    Column("output", lambda row: _shape(row.first.output_shape)),
+    Column("parameters", lambda row: _parameters(row.first), right=True),
+    Column("GFLOPs", lambda row: f"{row.first.flops / 1e9:,.4g}" if row.first.flops else "", right=True, rank=2),
+    Column("followed by", lambda row: ", ".join(row.first.epilogue), wraps=True, rank=3),
 )
 
 
-def _grouped(layers: Iterable[Layer]) -> Iterable[_Group]:
-    groups: dict[str, _Group] = {}
+def _rows(layers: Iterable[Layer]) -> Iterable[_LayerRow]:
+    rows: dict[str, _LayerRow] = {}
     for layer in layers:
         name = place(layer)
-        groups.setdefault(name, _Group(name, layer)).count += 1
-    return groups.values()
+        rows.setdefault(name, _LayerRow(name, layer)).count += 1
+    return rows.values()
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -55,7 +61,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _parameters(layer: Layer) -> str:
-    """Their number, and whose they are where they are another layer's."""
-    ties = sorted({parameter.tied_to for parameter in layer.parameters if parameter.tied_to is not None})
+    """The number of the layer's own parameters, and the layers whose parameters it shares."""
+    owners = sorted({parameter.tied_to for parameter in layer.parameters if parameter.tied_to is not None})
     own = f"{layer.num_parameters:,}" if layer.num_parameters else ""
-    return " + ".join(filter(None, [own, *(f"({tie}'s)" for tie in ties)]))
+    return " + ".join(filter(None, [own, *(f"({owner}'s)" for owner in owners)]))

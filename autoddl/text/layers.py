@@ -1,4 +1,4 @@
-"""What tables of layers have in common: names, strategies and layouts."""
+"""Names, strategies and layouts of layers, for all tables of layers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autoddl.costmodel.cluster import LEVEL_NAMES, Level
 
 __all__ = ["heading", "layouts_of", "legend", "meaning", "place", "repeated"]
 
-#: Of each of the cluster's levels.
-_WHERE = dict(zip(LEVEL_NAMES, ("between nodes", "inside a node")))
+#: Where each network level is, for the legend.
+_LEVEL_PLACES = dict(zip(LEVEL_NAMES, ("between nodes", "inside a node")))
 
 
 class Placed(Protocol):
-    """A layer of a graph, or what is known of one: its name, and its block and role where it is in a block."""
+    """Anything with the name of a layer, and the block and the role of the layer if it is in a repeated block."""
 
     @property
     def name(self) -> str: ...
@@ -28,33 +28,37 @@ class Placed(Protocol):
 
 
 def place(layer: Placed) -> str:
-    """``h.*.mlp.c_fc``: where a layer is in its block, or its name."""
+    """Return the common name of all repetitions of a layer: block and role (``h.*.mlp.c_fc``), or its name if it is in no block."""
     return f"{layer.block}.*.{layer.role}" if layer.block else layer.name
 
 
 def repeated(name: str, count: int) -> str:
-    """``h.*.mlp.c_fc x 48``: a name, and how many layers share the row."""
+    """Return a name and a number of layers (``h.*.mlp.c_fc x 48``); the name alone for one layer.
+
+    >>> repeated("h.*.mlp.c_fc", 48)
+    'h.*.mlp.c_fc x 48'
+    """
     return f"{name} x {count}" if count > 1 else name
 
 
 def heading(levels: Sequence[Level]) -> str:
-    """``(p0,p1,p2) inter-node | intra-node``: over a column of strategies."""
+    """Return the heading of a column of strategies: ``(p0,p1,p2) inter-node | intra-node``."""
     return f"(p0,p1,p2) {' | '.join(level.name for level in levels)}"
 
 
 def meaning(levels: Sequence[Level] = ()) -> str:
-    """What a strategy's numbers are, and where each of the levels is."""
+    """Return a sentence that explains the numbers of a strategy, and the network levels."""
     text = "(p0,p1,p2): samples are split over p0 devices, output features over p1, input features over p2"
-    named = ", ".join(f"{level.name}: {_WHERE[level.name]}" for level in levels)
+    named = ", ".join(f"{level.name}: {_LEVEL_PLACES[level.name]}" for level in levels)
     return f"{text}; {named}" if named else text
 
 
 def legend(levels: Sequence[Level] = ()) -> str:
-    """The line below the first table with strategies."""
+    """Return the line below the first table of strategies, which explains them."""
     return f"  {meaning(levels)}"
 
 
 def layouts_of(assessed: LayerAssessment) -> Mapping[str, str]:
-    """How input, weight and output lie under a layer's strategy; ``-`` for a weight that is not there."""
+    """Return the SBP layouts of ``input``, ``weight`` and ``output`` as text; ``-`` for the weight of a layer without weights."""
     layouts = assessed.strategy.sbp(assessed.layer)
     return {name: str(layout.without_unit_axes()) if layout else "-" for name, layout in layouts.items()}

@@ -1,4 +1,4 @@
-"""What DAPPLE's, Chimera's and WPipe's planners found, as text."""
+"""The plans of DAPPLE's, Chimera's and WPipe's planners as text."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from .tables import Column, Section, Table, Text
 
 __all__ = ["pipeline_plan_text"]
 
-#: A stage, or an alternative, of the document.
+#: The document of a plan, or of a stage or an alternative in it.
 _Fields = Mapping[str, Any]
 
 
 def pipeline_plan_text(document: _Fields) -> Text:
-    """The plan, its stages, and what else was simulated.
+    """Return the plan, a table of its stages, and a table of the alternatives that were simulated.
 
     Args:
-        document: of :mod:`autoddl.pipelines.planners.document`.
+        document: the plan's document (:mod:`autoddl.pipelines.planners.document`).
     """
     stages = Table.of(_STAGES, enumerate(document["stages"]), indent="")
     sections: list[Section] = [_heading(document), [stages]]
     if document["alternatives"]:
-        rows = tuple(dict.fromkeys(map(_alternative, document["alternatives"])))
+        # Alternatives that differ only in their devices have the same row, which is shown once.
+        rows = tuple(dict.fromkeys(map(_alternative_cells, document["alternatives"])))
         sections.append([Table(_ALTERNATIVES, rows, indent="")])
     return Text(tuple(sections))
 
@@ -40,18 +41,23 @@ def _heading(document: _Fields) -> Section:
         f"  simulated {format_seconds(document['simulated_s'])}, estimated {format_seconds(document['latency_s'])}; "
         f"{document['samples_per_s']:.1f} samples/s; {compared}",
         f"  fullest device: {format_bytes(document['memory_bytes'])}",
-        *(["  interrupted: the best of what was looked at until then"] if document["status"] == "interrupted" else []),
+        *(
+            ["  interrupted: the best of the plans that were simulated until then"]
+            if document["status"] == "interrupted"
+            else []
+        ),
     ]
 
 
-def _span(names: list[str]) -> str:
+def _name_range(names: list[str]) -> str:
+    """The first and the last of the names."""
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
 _STAGES: tuple[Column[tuple[int, _Fields]], ...] = (
     Column("stage", lambda row: str(row[0])),
     Column("layers", lambda row: str(len(row[1]["layers"]))),
-    Column("", lambda row: _span(row[1]["layers"])),
+    Column("", lambda row: _name_range(row[1]["layers"])),
     Column("devices", lambda row: format_ranges(row[1]["devices"]), wraps=True),
 )
 _ALTERNATIVES: tuple[Column[tuple[str, ...]], ...] = (
@@ -63,15 +69,14 @@ _ALTERNATIVES: tuple[Column[tuple[str, ...]], ...] = (
 )
 
 
-def _alternative(row: dict[str, Any]) -> tuple[str, ...]:
-    """A line of text; alternatives that differ in nothing but their devices have the same one, which is shown once."""
-    how = [
+def _alternative_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    details = [
         *(["-".join(map(str, row["split"])), f"policy {row['policy']}"] if "split" in row else []),
         *([row["concatenation"]] if "concatenation" in row else []),
         *(["recomputed"] if row.get("recompute") else []),
     ]
     return (
-        row["plan"] + (f" ({', '.join(how)})" if how else ""),
+        row["plan"] + (f" ({', '.join(details)})" if details else ""),
         str(row["micro_batch"]),
         str(row["num_micro_batches"]),
         format_seconds(row["latency_s"]),

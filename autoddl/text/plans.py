@@ -1,7 +1,8 @@
-"""A plan as text: what a planner found.
+"""A plan as text: stages, layers, totals, rivals, certificate, trust and notes.
 
-A plan without a pipeline is a pipeline of one stage: stages, and what they wait for, are shown where there are several; the gap of
-rivals, and what sets the plan apart from them, where pipelines were searched.
+A plan without a pipeline is a pipeline of one stage.  Its text has no table of stages, and shows for each layer computation,
+communication and bytes sent.  If pipelines were searched, the text also shows the gap of each rival, and which parts of the step
+make the difference to the plan.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ __all__ = ["heading_section", "notes_section", "plan_text"]
 
 
 def plan_text(found: PlanResult, trusted: PlanTrust | None = None) -> Text:
-    """The whole plan: what it is for, stages, layers, totals, rivals, the certificate, and how far to trust it."""
+    """Return the text of a planner's result.
+
+    Args:
+        found: the result.
+        trusted: how far the plan can be trusted on its calibrated cluster; None if the cluster is not calibrated.
+    """
     notes = [*found.graph.notes, *(trusted.notes if trusted else ()), *found.notes]
     return Text(
         (
@@ -40,8 +46,8 @@ def plan_text(found: PlanResult, trusted: PlanTrust | None = None) -> Text:
             _stages(found.evaluation),
             _layers(found.evaluation),
             _totals(found),
-            _compared(found),
-            _why(found),
+            _rivals(found),
+            _differences(found),
             _certificate(found),
             trust_section(trusted) if trusted else (),
             notes_section(notes),
@@ -50,7 +56,7 @@ def plan_text(found: PlanResult, trusted: PlanTrust | None = None) -> Text:
 
 
 def notes_section(notes: Iterable[str]) -> Section:
-    """A line for each; nothing where there are none."""
+    """Return a section with a line for each note; an empty section if there are none."""
     lines = [f"  {note}" for note in notes]
     return ["Notes", *lines] if lines else []
 
@@ -59,8 +65,8 @@ def _heading(found: PlanResult) -> Section:
     configuration = found.configuration
     spec, mesh = configuration.schedule, configuration.mesh
     if not found.evaluation.has_pipeline:
-        again = "no recomputation" if configuration.stages[0].recompute == "none" else "activations recomputed"
-        lines = heading_section(found.graph, found.cluster, configuration.workload, f", {again}")
+        recomputed = "no recomputation" if configuration.stages[0].recompute == "none" else "activations recomputed"
+        lines = heading_section(found.graph, found.cluster, configuration.workload, f", {recomputed}")
         if found.options.pipeline is None:
             return lines
         return [*lines, f"  one stage on all {found.cluster.num_devices} devices: no pipeline"]
@@ -70,7 +76,12 @@ def _heading(found: PlanResult) -> Section:
 
 
 def heading_section(graph: LayerGraph, cluster: Cluster, workload: Workload, more: str = "") -> Section:
-    """What a plan is for: the model, the cluster and the batch; ``more`` on how it is trained."""
+    """Return a section with the model, the cluster, precision and optimizer, and the batch.
+
+    Args:
+        graph, cluster, workload: what the plan is for.
+        more: text to append to precision and optimizer.
+    """
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
     if workload.num_micro_batches == 1:
@@ -86,8 +97,8 @@ def heading_section(graph: LayerGraph, cluster: Cluster, workload: Workload, mor
 
 
 @dataclass(frozen=True)
-class _Stages:
-    """Equal neighbours: from stage ``first`` to stage ``last``."""
+class _StageRow:
+    """A row of the table of stages: the equal stages from ``first`` to ``last``."""
 
     first: int
     last: int
@@ -95,13 +106,13 @@ class _Stages:
 
     @property
     def in_flight(self) -> str:
-        alive = self.evaluation.in_flight
-        least, most = max(alive[self.first]), max(alive[self.last])
-        return f"{least:g}" if least == most else f"{least:g}-{most:g}"
+        """Most micro-batches in flight at the first and at the last of the stages."""
+        first, last = max(self.evaluation.in_flight[self.first]), max(self.evaluation.in_flight[self.last])
+        return f"{first:g}" if first == last else f"{first:g}-{last:g}"
 
     @property
     def memory_bytes(self) -> float:
-        """Of their fullest worker."""
+        """Peak memory of a device of the stages' fullest worker."""
         replicas = self.evaluation.schedule.replicas_of
         workers = [replica.worker for stage in range(self.first, self.last + 1) for replica in replicas(stage)]
         return max(self.evaluation.memory[worker] for worker in workers)
@@ -115,7 +126,7 @@ class _Stages:
         return self.evaluation.stages[self.first]
 
 
-_STAGES: tuple[Column[_Stages], ...] = (
+_STAGES: tuple[Column[_StageRow], ...] = (
     Column("stage", lambda row: format_ranges(range(row.first, row.last + 1))),
     Column("units", lambda row: str(row.choice.num_units), right=True, rank=4),
     Column("first layer", lambda row: row.figures.graph.layers[0].name, rank=2),
@@ -132,17 +143,23 @@ def _stages(evaluation: Evaluation) -> Section:
     if not evaluation.has_pipeline:
         return []
     keys = [
-        (choice.num_units, choice.recompute, round(one.forward_s, 12), round(one.backward_s, 12), one.state_bytes)
-        for choice, one in zip(evaluation.configuration.stages, evaluation.stages)
+        (
+            choice.num_units,
+            choice.recompute,
+            round(figures.forward_s, 12),
+            round(figures.backward_s, 12),
+            figures.state_bytes,
+        )
+        for choice, figures in zip(evaluation.configuration.stages, evaluation.stages)
     ]
     title = (
         "Stages (forward and backward of one micro-batch with the communication inside; all-reduce and memory per step)"
     )
-    return [title, Table.of(_STAGES, (_Stages(first, last, evaluation) for first, last in _runs(keys)))]
+    return [title, Table.of(_STAGES, (_StageRow(first, last, evaluation) for first, last in _runs(keys)))]
 
 
 def _runs(keys: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """First and last position of every run of equal keys."""
+    """First and last position of each run of equal keys."""
     first = 0
     for i in range(1, len(keys) + 1):
         if i == len(keys) or keys[i] != keys[first]:
@@ -154,8 +171,14 @@ def _runs(keys: Sequence[object]) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Layers of one place in their blocks with equal strategies, and their stages."""
+class _LayerRow:
+    """A row of the table of layers: the repetitions of a layer with equal strategies.
+
+    Attributes:
+        place: block and role of the layer (``h.*.mlp.c_fc``), or its name.
+        members: the repetitions.
+        stages: numbers of their stages.
+    """
 
     place: str
     members: list[LayerAssessment]
@@ -163,6 +186,7 @@ class _Group:
 
     @property
     def label(self) -> str:
+        """Name of a single layer, or place and number of several."""
         return self.members[0].layer.name if len(self.members) == 1 else repeated(self.place, len(self.members))
 
     @cached_property
@@ -170,27 +194,26 @@ class _Group:
         return dict(layouts_of(self.members[0]))
 
 
-def _layer_columns(levels: Sequence[Level], has_pipeline: bool) -> tuple[Column[_Group], ...]:
-    """Of a pipeline without figures, which are those of its stages; its layouts are left out before the stages are."""
-    stages: Column[_Group] = Column("stages", lambda group: format_ranges(sorted(group.stages)))
-    first = 1 if has_pipeline else 3
-    columns: tuple[Column[_Group], ...] = (
-        Column("layer", lambda group: group.label),
+def _layer_columns(levels: Sequence[Level], has_pipeline: bool) -> tuple[Column[_LayerRow], ...]:
+    """Columns of the table of layers.  With a pipeline there are no times and bytes, which the table of stages shows."""
+    stages: Column[_LayerRow] = Column("stages", lambda row: format_ranges(sorted(row.stages)))
+    # Layouts are left out before times and bytes.
+    first_rank = 1 if has_pipeline else 3
+    columns: tuple[Column[_LayerRow], ...] = (
+        Column("layer", lambda row: row.label),
         *([stages] if has_pipeline else []),
-        Column(heading(levels), lambda group: str(group.members[0].strategy), name="strategy"),
-        Column("input", lambda group: group.layouts["input"], rank=first + 1),
-        Column("weight", lambda group: group.layouts["weight"], rank=first + 2),
-        Column("output", lambda group: group.layouts["output"], rank=first),
+        Column(heading(levels), lambda row: str(row.members[0].strategy), name="strategy"),
+        Column("input", lambda row: row.layouts["input"], rank=first_rank + 1),
+        Column("weight", lambda row: row.layouts["weight"], rank=first_rank + 2),
+        Column("output", lambda row: row.layouts["output"], rank=first_rank),
     )
     if has_pipeline:
         return columns
     return (
         *columns,
-        Column("compute", lambda group: format_seconds(sum(m.compute_s for m in group.members)), right=True, rank=1),
-        Column(
-            "communication", lambda group: format_seconds(sum(m.communication_s for m in group.members)), right=True
-        ),
-        Column("sent", lambda group: format_bytes(sum(m.sent_bytes for m in group.members)), right=True, rank=2),
+        Column("compute", lambda row: format_seconds(sum(m.compute_s for m in row.members)), right=True, rank=1),
+        Column("communication", lambda row: format_seconds(sum(m.communication_s for m in row.members)), right=True),
+        Column("sent", lambda row: format_bytes(sum(m.sent_bytes for m in row.members)), right=True, rank=2),
     )
 
 
@@ -199,26 +222,32 @@ def _layers(evaluation: Evaluation) -> Section:
     title = "Per layer (time and bytes sent by each device per step)"
     if has_pipeline:
         title = "Per layer, over the devices of its stage"
-    return [title, Table.of(_layer_columns(levels, has_pipeline), _grouped(evaluation)), legend(levels)]
+    return [title, Table.of(_layer_columns(levels, has_pipeline), _layer_rows(evaluation)), legend(levels)]
 
 
-def _grouped(evaluation: Evaluation) -> Iterable[_Group]:
-    """In the order of their first layers."""
-    groups: dict[tuple[str, Strategy], _Group] = {}
+def _layer_rows(evaluation: Evaluation) -> Iterable[_LayerRow]:
+    """The rows in the order of their first layers."""
+    rows: dict[tuple[str, Strategy], _LayerRow] = {}
     for number, stage in enumerate(evaluation.stages):
         for assessed in stage.assessment.layers:
             name = place(assessed.layer)
-            group = groups.setdefault((name, assessed.strategy), _Group(name, [], set()))
-            group.members.append(assessed)
-            group.stages.add(number)
-    return groups.values()
+            row = rows.setdefault((name, assessed.strategy), _LayerRow(name, [], set()))
+            row.members.append(assessed)
+            row.stages.add(number)
+    return rows.values()
 
 
 # ---- Totals ------------------------------------------------------------------------------------------------------------------
 
+#: Name, value, remark.
 _TOTALS: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(), Column(wraps=True))
-#: With the part of the step, or of the memory limit.
-_SHARED: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(right=True), Column(right=True), Column(wraps=True))
+#: Name, value, its share of the step or of the memory limit, remark.
+_TOTALS_WITH_SHARES: tuple[Column[tuple[str, ...]], ...] = (
+    Column(),
+    Column(right=True),
+    Column(right=True),
+    Column(wraps=True),
+)
 
 
 def _totals(found: PlanResult) -> Section:
@@ -226,71 +255,76 @@ def _totals(found: PlanResult) -> Section:
     rate = workload.batch / step_s
     peak = cluster.num_devices * cluster.device.peak_flops[workload.precision]
     utilisation = 3 * found.graph.flops * rate / peak
-    said = f"{rate:,.1f} {found.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"
+    speed = f"{rate:,.1f} {found.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"
     if not found.evaluation.has_pipeline:
-        return ["Per step", Table(_TOTALS, (("step", format_seconds(step_s), said), *_totals_of_all(found)))]
-    rows = [("step", format_seconds(step_s), "", said), *_totals_of_the_busiest(found)]
+        return ["Per step", Table(_TOTALS, (("step", format_seconds(step_s), speed), *_device_totals(found)))]
+    rows = [("step", format_seconds(step_s), "", speed), *_pipeline_totals(found)]
     if found.options.base.objective != "step":
         rows.insert(1, ("minimised", format_seconds(found.cost), "", "a step in which nothing is computed"))
-    return ["Per step", Table(_SHARED, tuple(rows))]
+    return ["Per step", Table(_TOTALS_WITH_SHARES, tuple(rows))]
 
 
-def _totals_of_all(found: PlanResult) -> Iterator[tuple[str, str, str]]:
-    """Of every device, where all do the same."""
+def _device_totals(found: PlanResult) -> Iterator[tuple[str, str, str]]:
+    """The totals of a device without a pipeline, where all devices do the same."""
     evaluation, (stage,) = found.evaluation, found.evaluation.stages
     yield "compute", format_seconds(evaluation.compute_s), ""
     sent = f"each device sends {format_bytes(evaluation.sent_bytes)}"
     yield "communication", format_seconds(evaluation.communication_s), sent
-    filled = (
+    parts = (
         f"of {format_bytes(found.memory_limit_bytes)}: {format_bytes(stage.state_bytes)} parameters, gradients and "
         f"optimizer, {format_bytes(stage.kept_bytes)} activations, {format_bytes(stage.buffer_bytes)} buffer"
     )
-    yield "memory", format_bytes(evaluation.memory_bytes), filled
+    yield "memory", format_bytes(evaluation.memory_bytes), parts
 
 
-def _totals_of_the_busiest(found: PlanResult) -> Iterator[tuple[str, str, str, str]]:
-    """Of the worker that is busy the longest, and the memory of the fullest device."""
+def _pipeline_totals(found: PlanResult) -> Iterator[tuple[str, str, str, str]]:
+    """The times of the busiest worker, and the memory of the fullest device."""
     evaluation, limit = found.evaluation, found.memory_limit_bytes
     exposed = (
         f"{format_seconds(evaluation.exposed_transfer_s)} between stages, "
         f"{format_seconds(evaluation.exposed_all_reduce_s)} of gradients"
     )
-    for name, seconds, said in (
+    for name, seconds, remark in (
         ("compute", evaluation.compute_s, f"of the busiest worker ({evaluation.busiest})"),
         ("communication", evaluation.inner_communication_s, "inside its stages"),
         ("exposed", evaluation.exposed_communication_s, exposed),
         ("bubble", evaluation.bubble_s, "it waits for other stages"),
     ):
-        yield name, format_seconds(seconds), f"{seconds / evaluation.step_s:.1%}", said
-    filled = (
+        yield name, format_seconds(seconds), f"{seconds / evaluation.step_s:.1%}", remark
+    remark = (
         f"of the {format_bytes(limit)} of the fullest device; the emptiest has {format_bytes(min(evaluation.memory))}"
     )
-    yield "memory", format_bytes(evaluation.memory_bytes), f"{evaluation.memory_bytes / limit:.0%}", filled
+    yield "memory", format_bytes(evaluation.memory_bytes), f"{evaluation.memory_bytes / limit:.0%}", remark
 
 
 # ---- Rivals ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A plan beside ours, or ours."""
+class _RivalRow:
+    """A row of the table of rivals.
+
+    Attributes:
+        figures: the figures of the rival, or of the plan itself in the first row.
+        plan: the figures of the plan.
+    """
 
     figures: Rival
-    ours: Rival
+    plan: Rival
 
     def ratio(self, name: str) -> str:
-        """Of a figure to ours; nothing in our own row."""
-        theirs, ours = getattr(self.figures, name), getattr(self.ours, name)
-        return f"{theirs / ours:.2f}x" if self.figures is not self.ours and ours > 0 else ""
+        """The ratio of a figure to that of the plan; empty in the row of the plan."""
+        value, reference = getattr(self.figures, name), getattr(self.plan, name)
+        return f"{value / reference:.2f}x" if self.figures is not self.plan and reference > 0 else ""
 
     @property
     def step_ratio(self) -> str:
-        """Of the step; nothing where the plan is ours."""
-        return "" if self.figures.step_s == self.ours.step_s else self.ratio("step_s")
+        """The ratio of the steps; empty if they are equal."""
+        return "" if self.figures.step_s == self.plan.step_s else self.ratio("step_s")
 
     @property
     def gap(self) -> str:
-        """By how much another plan of the family may be faster."""
+        """By how much another plan of the rival's family may be faster; empty if no bound is known."""
         if self.figures.lower_bound_s is None:
             return ""
         gap = 1 - self.figures.lower_bound_s / self.figures.step_s
@@ -298,17 +332,18 @@ class _Row:
 
     @property
     def how(self) -> str:
+        """How the rival is laid out, and the step of the plan that its paper's planner chooses."""
         text, paper_s = self.figures.how, self.figures.paper_step_s
         return text if paper_s is None else f"{text}; its paper's planner takes {format_seconds(paper_s)}"
 
 
-def _seconds(heading: str, name: str, rank: int = 0) -> Column[_Row]:
+def _seconds(heading: str, name: str, rank: int = 0) -> Column[_RivalRow]:
     return Column(heading, lambda row: format_seconds(getattr(row.figures, name)), right=True, rank=rank)
 
 
-_NAME: Column[_Row] = Column("plan", lambda row: row.figures.name)
-#: Beside a plan for which no pipelines were searched: nothing waits for stages.
-_BASELINES: tuple[Column[_Row], ...] = (
+_NAME: Column[_RivalRow] = Column("plan", lambda row: row.figures.name)
+#: Columns if no pipelines were searched; no plan of the table waits for other stages.
+_BASELINES: tuple[Column[_RivalRow], ...] = (
     _NAME,
     _seconds("step", "step_s"),
     Column("", lambda row: row.ratio("step_s"), right=True),
@@ -317,7 +352,8 @@ _BASELINES: tuple[Column[_Row], ...] = (
     Column("memory", lambda row: format_bytes(row.figures.memory_bytes), right=True, rank=2),
     Column("", lambda row: row.how, name="how", wraps=True, rank=1),
 )
-_FAMILIES: tuple[Column[_Row], ...] = (
+#: Columns if pipelines were searched.
+_FAMILIES: tuple[Column[_RivalRow], ...] = (
     _NAME,
     _seconds("step", "step_s"),
     Column("", lambda row: row.step_ratio, right=True),
@@ -331,8 +367,8 @@ _FAMILIES: tuple[Column[_Row], ...] = (
 )
 
 
-def _own(found: PlanResult) -> Rival:
-    """The plan as a row of the table."""
+def _plan_figures(found: PlanResult) -> Rival:
+    """The figures of the plan, for the first row of the table of rivals."""
     pipeline, evaluation = found.options.pipeline, found.evaluation
     name = f"this plan ({PLANNERS[pipeline]})" if pipeline in PLANNERS else "AutoDDL"
     if pipeline is None:
@@ -340,20 +376,21 @@ def _own(found: PlanResult) -> Rival:
     return Rival.of(name, evaluation, describe(evaluation), lower_bound_s=(1 - found.gap) * evaluation.step_s)
 
 
-def _compared(found: PlanResult) -> Section:
-    ours = _own(found)
-    rows = [_Row(ours, ours)]
-    why = []
+def _rivals(found: PlanResult) -> Section:
+    plan = _plan_figures(found)
+    rows = [_RivalRow(plan, plan)]
+    infeasible = []
     for rival in found.rivals:
         if rival.infeasible is None:
-            rows.append(_Row(rival, ours))
+            rows.append(_RivalRow(rival, plan))
         else:
-            why.append(f"  {rival.name}: infeasible, {rival.infeasible}")
+            infeasible.append(f"  {rival.name}: infeasible, {rival.infeasible}")
     if found.options.pipeline is None:
-        return ["Compared with", Table.of(_BASELINES, rows), *why]
-    return ["Compared with the best of each family", Table.of(_FAMILIES, rows), *why]
+        return ["Compared with", Table.of(_BASELINES, rows), *infeasible]
+    return ["Compared with the best of each family", Table.of(_FAMILIES, rows), *infeasible]
 
 
+#: The parts of a step, and the fields that hold them.
 _PARTS = (
     ("compute", "compute_s"),
     ("communication inside stages", "inner_communication_s"),
@@ -362,21 +399,22 @@ _PARTS = (
 )
 
 
-def _why(found: PlanResult) -> Section:
-    """What sets the plan apart from each runner-up: the parts add up to the difference of the steps."""
+def _differences(found: PlanResult) -> Section:
+    """A line for each rival, the fastest first: by which parts its step differs from the plan's."""
     if found.options.pipeline is None:
         return []
-    own, lines = _own(found), []
-    for other in sorted((one for one in found.rivals if one.infeasible is None), key=lambda one: one.step_s):
-        difference = other.step_s - own.step_s
-        if abs(difference) <= 1e-9 * own.step_s:
-            lines.append(f"  {other.name}: the same plan, or one as fast")
+    plan, lines = _plan_figures(found), []
+    feasible = [rival for rival in found.rivals if rival.infeasible is None]
+    for rival in sorted(feasible, key=lambda rival: rival.step_s):
+        difference = rival.step_s - plan.step_s
+        if abs(difference) <= 1e-9 * plan.step_s:
+            lines.append(f"  {rival.name}: the same plan, or one as fast")
             continue
-        parts = sorted(
-            ((getattr(other, field) - getattr(own, field), name) for name, field in _PARTS), key=lambda p: -abs(p[0])
-        )
-        said = ", ".join(f"{_signed(value)} {name}" for value, name in parts if abs(value) > 1e-3 * abs(difference))
-        lines.append(f"  {other.name} takes {_signed(difference)}: {said}")
+        parts = [(getattr(rival, field) - getattr(plan, field), name) for name, field in _PARTS]
+        parts.sort(key=lambda part: -abs(part[0]))
+        # Parts below a thousandth of the difference are not named.
+        named = [f"{_signed(seconds)} {name}" for seconds, name in parts if abs(seconds) > 1e-3 * abs(difference)]
+        lines.append(f"  {rival.name} takes {_signed(difference)}: {', '.join(named)}")
     return ["Why", *lines] if lines else []
 
 
@@ -388,45 +426,46 @@ def _signed(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Words:
-    """What is proven of plans with or without a pipeline, in words.
+class _Phrases:
+    """The phrases of a certificate that depend on the kind of plan and on the objective.
 
     Attributes:
-        member, members: of the space, and how many of them there are.
-        less: what none of them has.
-        better: what the best of them may be.
+        member: a member of the space that was searched.
+        members: the members of the space, with their number.
+        smaller_cost: "... has a smaller cost", of the members that fit in memory.
+        better: "better" or "faster".
     """
 
     member: str
     members: str
-    less: str
+    smaller_cost: str
     better: str
 
 
-def _words(found: PlanResult) -> _Words:
+def _phrases(found: PlanResult) -> _Phrases:
     objective, size = found.options.base.objective, found.considered.configurations
     if found.options.pipeline is None:
         count = f"{size:,}" if size < 10**9 else f"10^{len(str(size)) - 1}"
         what = "communication time" if objective == "communication" else "step time"
-        return _Words("assignment", f"{count} assignments", f"of strategies that fit has a smaller {what}", "better")
+        return _Phrases("assignment", f"{count} assignments", f"of strategies that fit has a smaller {what}", "better")
     count = f"{size:,}" if size < 10**9 else f"{size:.1e}"
-    less = "a shorter step" if objective == "step" else f"less communication than {format_seconds(found.cost)}"
-    return _Words("configuration", f"{count} configurations", f"that fit has {less}", "faster")
+    smaller = "a shorter step" if objective == "step" else f"less communication than {format_seconds(found.cost)}"
+    return _Phrases("configuration", f"{count} configurations", f"that fit has {smaller}", "faster")
 
 
 def _certificate(found: PlanResult) -> Section:
-    """What is proven, and how."""
-    pipeline, words = found.options.pipeline, _words(found)
-    why, remedy = ("interrupted, ", "") if found.is_interrupted else ("", f"; {_remedy(found)}")
+    """What is proven about the plan, and what was searched."""
+    pipeline, phrases = found.options.pipeline, _phrases(found)
+    interrupted, remedy = ("interrupted, ", "") if found.is_interrupted else ("", f"; {_remedy(found)}")
     if pipeline in PLANNERS:
-        said = f"not proven: {why}the plan of {PLANNERS[pipeline]}'s planner; pipeline='auto' searches more"
-        return ["Certificate", f"  {said}"]
+        verdict = f"not proven: {interrupted}the plan of {PLANNERS[pipeline]}'s planner; pipeline='auto' searches more"
+        return ["Certificate", f"  {verdict}"]
     if found.optimal:
-        verdict = f"proven: none of the {words.members} {words.less}"
+        verdict = f"proven: none of the {phrases.members} {phrases.smaller_cost}"
     else:
         verdict = (
-            f"not proven: {why}the best {words.member} may be up to {found.gap:.2%} {words.better} "
-            f"(lower bound {format_seconds(found.lower_bound_s)}; {words.members}){remedy}"
+            f"not proven: {interrupted}the best {phrases.member} may be up to {found.gap:.2%} {phrases.better} "
+            f"(lower bound {format_seconds(found.lower_bound_s)}; {phrases.members}){remedy}"
         )
     if found.left_out:
         verdict += f"; {found.left_out}"
@@ -434,17 +473,18 @@ def _certificate(found: PlanResult) -> Section:
 
 
 def _remedy(found: PlanResult) -> str:
+    """How to get a proof."""
     return "raise time_limit_s" if found.options.base.method in ("exact", "exhaustive") else "use method='exact'"
 
 
 def _search(found: PlanResult) -> Iterator[str]:
-    """What the search looked at."""
-    considered, took = found.considered, format_seconds(found.search_s)
+    """What was searched, and how long it took."""
+    considered, duration = found.considered, format_seconds(found.search_s)
     if found.options.pipeline is None:
         settings = counted(considered.settings, "micro-batch setting")
         taken_from = f", which found nothing better than {found.taken_from}" if found.taken_from else ""
         yield (
-            f"  {found.options.base.method} search, {took}, {settings}{taken_from}; "
+            f"  {found.options.base.method} search, {duration}, {settings}{taken_from}; "
             "cost and memory recomputed from the layer graph"
         )
         return
@@ -454,5 +494,5 @@ def _search(found: PlanResult) -> Iterator[str]:
         f"their first bounds, {considered.ruled_out_by_memory:,} impossible"
     )
     yield (
-        f"  {considered.stage_searches:,} searches of stages, {counted(considered.simulated, 'plan')} worked out, {took}"
+        f"  {considered.stage_searches:,} searches of stages, {counted(considered.simulated, 'plan')} worked out, {duration}"
     )

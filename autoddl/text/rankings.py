@@ -1,4 +1,4 @@
-"""Strategies that ran on real ranks, predicted against measured, as text."""
+"""A measured ranking as text: strategies that ran on ranks, predicted against measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ranking_text"]
 
 
 def ranking_text(ranking: MeasuredRanking) -> Text:
-    """Scores, and the strategies in the order of what was predicted."""
+    """Return the scores of the predictions, and a table of the strategies in ascending order of predicted communication."""
     return Text((_scores(ranking), _strategies(ranking)))
 
 
@@ -45,7 +45,7 @@ def _scores(ranking: MeasuredRanking) -> Section:
     return [title, Table.of(_SCORES, ranking.scores.items()), *remarks]
 
 
-#: A strategy, and what was measured of it: communication and, where it was run, the step.
+#: A strategy, its measured communication [s], and its measured step [s]; None if steps were not measured.
 _Row = tuple[RankedStrategy, float, "float | None"]
 
 _STRATEGIES: tuple[Column[_Row], ...] = (

@@ -1,4 +1,4 @@
-"""Schedules, simulated and run, as text."""
+"""Simulated schedules and training runs as text."""
 
 from __future__ import annotations
 
@@ -24,29 +24,34 @@ _FAMILIES: tuple[Column[ScheduleFamily], ...] = (
 
 
 def families_text(families: Iterable[ScheduleFamily]) -> Text:
-    """A line for each family of schedules."""
+    """Return a line for each family of schedules."""
     return Text(([Table.of(_FAMILIES, families, indent="")],))
 
 
-def simulation_text(timeline: Timeline, found: Mapping[str, Any]) -> Text:
-    """A simulated schedule: what each worker does when, and the figures of the schedule's document (``found``)."""
-    path = found["critical_path"]
+def simulation_text(timeline: Timeline, document: Mapping[str, Any]) -> Text:
+    """Return a simulated schedule: a grid of the workers' tasks, and figures.
+
+    Args:
+        timeline: the simulated timeline.
+        document: the document of ``autoddl schedule --json``.
+    """
+    path = document["critical_path"]
     rows = [
-        ("makespan", f"{found['makespan']:.6g}"),
-        ("bubble ratio", f"{found['bubble_ratio']:.4f}"),
+        ("makespan", f"{document['makespan']:.6g}"),
+        ("bubble ratio", f"{document['bubble_ratio']:.4f}"),
         ("critical path", f"{path['forward']} forwards, {path['backward']} backwards"),
-        ("peak activations", f"{format_values(found['peak_activations'])} (micro-batches, per worker)"),
-        ("weight versions", f"{format_values(found['weight_versions'])} (per worker)"),
-        ("weight copies", f"{format_values(found['weight_copies'])} (versions over all stages of a worker)"),
+        ("peak activations", f"{format_values(document['peak_activations'])} (micro-batches, per worker)"),
+        ("weight versions", f"{format_values(document['weight_versions'])} (per worker)"),
+        ("weight copies", f"{format_values(document['weight_copies'])} (versions over all stages of a worker)"),
     ]
-    if "steady_state" in found:
-        settled = found["steady_state"]
-        rows.append(("steady state", f"{settled['period']:.6g} per update, bubble ratio {settled['bubble_ratio']:.4f}"))
+    if "steady_state" in document:
+        steady = document["steady_state"]
+        rows.append(("steady state", f"{steady['period']:.6g} per update, bubble ratio {steady['bubble_ratio']:.4f}"))
     return Text(([Grid(tuple(to_rows(timeline)))], [facts(rows)]))
 
 
 def timelines(measured: Timeline) -> tuple[Section, Section]:
-    """A measured run, and what the simulator makes of its mean times."""
+    """Return two sections: the timeline of a run, and that of its simulation with the mean measured time of each task."""
     simulated = simulate(measured.schedule, measured_times(measured))
     tick = max(measured.makespan, simulated.makespan) / 60
 
@@ -58,7 +63,13 @@ def timelines(measured: Timeline) -> tuple[Section, Section]:
 
 
 def training_text(options: TrainingOptions, result: TrainingResult, timeline: bool = False) -> Text:
-    """What a training did; with ``timeline`` its last run beside its simulation."""
+    """Return the figures of a training.
+
+    Args:
+        options: the options of the training.
+        result: its result.
+        timeline: also show the timeline of the last run, and of its simulation.
+    """
     schedule, run = options.schedule, result.last_run
     resumed = [("resumed", f"after step {result.first_step}")] if result.first_step else []
     if run is None:
@@ -80,12 +91,12 @@ def training_text(options: TrainingOptions, result: TrainingResult, timeline: bo
 
 
 def _sent(options: TrainingOptions, run: PipelineReport) -> str:
-    """The bytes of a step, and what compression does to them."""
+    """The bytes that a step sends between stages, and the bytes that compression saves."""
     num_steps = options.schedule.num_updates
     text = f"{run.bytes_sent / num_steps:,.0f} bytes a step"
     if not options.compress:
         return text
-    full = (
-        f"; {run.num_uncompressed / num_steps:,.3g} messages a step in full precision" if run.num_uncompressed else ""
-    )
-    return f"{text}, {run.bytes_saved / num_steps:,.0f} saved by compression{full}"
+    text += f", {run.bytes_saved / num_steps:,.0f} saved by compression"
+    if run.num_uncompressed:
+        text += f"; {run.num_uncompressed / num_steps:,.3g} messages a step in full precision"
+    return text

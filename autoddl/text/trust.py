@@ -7,24 +7,23 @@ from .tables import Block, Section
 
 __all__ = ["trust_section"]
 
-#: How many rivals are named.
-NAMED = 4
+#: Largest number of rivals that are named.
+_MAX_RIVALS = 4
 
 
-def trust_section(known: PlanTrust) -> Section:
-    """What the plan's cluster was calibrated with, its chance to be the best, its rivals, and what to measure."""
-    found = known.trust
-    calibration = known.calibration
+def trust_section(trusted: PlanTrust) -> Section:
+    """Return the calibration, the probability that the plan is the best, its rivals, and the measurement that would decide."""
+    trust, calibration = trusted.trust, trusted.calibration
     lines: list[Block] = [
         "Trust",
         f"  calibrated {calibration.date[:10]} on {calibration.machine}, {calibration.num_samples:,} samples",
-        f"  best of {len(found.rivals) + 1} plans with probability {found.probability:.0%}, expected regret "
-        f"{found.expected_regret:.2%} (over {found.num_draws} draws of the parameters that the measurements leave open)",
+        f"  best of {len(trust.rivals) + 1} plans with probability {trust.probability:.0%}, expected regret "
+        f"{trust.expected_regret:.2%} (over {trust.num_draws} draws of the parameters that the measurements leave open)",
     ]
-    for name, probability in [rival for rival in found.rivals if rival[1] > 0][:NAMED]:
+    for name, probability in [rival for rival in trust.rivals if rival[1] > 0][:_MAX_RIVALS]:
         lines.append(f"  else {name}: {probability:.0%}")
-    if found.measurement is not None:
-        measurement = found.measurement
+    if trust.measurement is not None:
+        measurement = trust.measurement
         lines.append(
             f"  to settle it against {measurement.rival}, measure {measurement} ({measurement.share:.0%} of the doubt)"
         )

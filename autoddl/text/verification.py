@@ -1,4 +1,4 @@
-"""A verification as text."""
+"""The verification of a plan as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["verification_text"]
 
 
 def verification_text(found: Verification) -> Text:
-    """What ran, a line per layer or repeated block (of each stage, in a pipeline), the totals, the verdict."""
+    """Return what ran, a table of the layers, the largest errors, the traffic of a step, and the verdict."""
     return Text((_heading(found), _layers(found), _errors(found), _traffic(found), _verdict(found)))
 
 
@@ -27,8 +27,8 @@ def _heading(found: Verification) -> Section:
     if schedule.num_stages == 1:
         where = f"on {found.num_ranks} ranks ({' x '.join(f'{size} {name}' for name, size in found.levels)})"
     else:
-        same = len(set(schedule.widths)) == 1
-        widths = str(schedule.widths[0]) if same else ", ".join(map(str, schedule.widths))
+        have_equal_widths = len(set(schedule.widths)) == 1
+        widths = str(schedule.widths[0]) if have_equal_widths else ", ".join(map(str, schedule.widths))
         where = f"in {schedule.num_stages} stages on {schedule.num_workers} workers of {widths} ranks, {schedule.name}"
     passes = f" in {workload.num_micro_batches} micro-batches" if workload.num_micro_batches > 1 else ""
     lines: list[Block] = [f"{found.model} {where}, against one device"]
@@ -36,7 +36,7 @@ def _heading(found: Verification) -> Section:
     if found.changes:
         stages = "every layer" if schedule.num_stages == 1 else "every stage and layer"
         lines.append(f"  scaled down to fit this machine, {stages} at its planned strategy:")
-        changes = tuple((c.what, c.before, "->", c.after) for c in found.changes)
+        changes = tuple((change.what, change.before, "->", change.after) for change in found.changes)
         lines.append(Table(_CHANGES, changes, indent="    "))
     lines += [f"  {note}" for note in found.notes]
     if found.not_counted_because:
@@ -52,8 +52,15 @@ _CHANGES: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(right=True), C
 
 
 @dataclass(frozen=True)
-class _Row:
-    """Equal layers of a repeated block with equal strategies, or one layer; in stages ``first`` to ``last``."""
+class _LayerRow:
+    """A row of the table of layers: the repetitions of a layer with equal strategies.
+
+    Attributes:
+        first, last: the first and the last of the equal stages that the row stands for.
+        name: block and role of the layer, or its name.
+        members: the checks of the repetitions.
+        tolerance: the tolerance of the verification.
+    """
 
     first: int
     last: int
@@ -66,18 +73,18 @@ class _Row:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def phase(self, name: str) -> str:
-        """The bytes of a phase, of all members."""
+        """The bytes of a phase, summed over all members."""
         return _bytes_text(total_of([member.phases[name] for member in self.members]), self.tolerance)
 
 
-def _columns(found: Verification) -> tuple[Column[_Row], ...]:
-    def to_price(row: _Row) -> str:
+def _columns(found: Verification) -> tuple[Column[_LayerRow], ...]:
+    def to_price(row: _LayerRow) -> str:
         return _deviation_text(total_of([member.total for member in row.members]), found.tolerance)
 
-    def mark(row: _Row) -> str:
+    def mark(row: _LayerRow) -> str:
         return "<- off" if found.is_off(row.members) else ""
 
-    stage: Column[_Row] = Column("stage", lambda row: row.stages, right=True)
+    stage: Column[_LayerRow] = Column("stage", lambda row: row.stages, right=True)
     return (
         *([stage] if len(found.stages) > 1 else []),
         Column("layer", lambda row: repeated(row.name, len(row.members))),
@@ -103,31 +110,32 @@ def _layers(found: Verification) -> Section:
     return [heading, Table.of(_columns(found), _rows(found)), legend()]
 
 
-def _rows(found: Verification) -> list[_Row]:
-    """Neighbouring stages with as many layers of each kind, at equal strategies, as one."""
+def _rows(found: Verification) -> list[_LayerRow]:
+    """The rows of the table of layers.  Neighbouring stages whose layers, numbers and strategies are equal share their rows."""
+    # Each run of equal stages: their numbers, and the layers by place and strategy.
     runs: list[tuple[list[int], dict[object, list[LayerCheck]]]] = []
-    shape: object = None
+    signature: object = None
     for number, stage in enumerate(found.stages):
         groups: dict[object, list[LayerCheck]] = {}
         for layer in stage.layers:
             groups.setdefault((place(layer), layer.strategy), []).append(layer)
-        before, shape = shape, [(key, len(members)) for key, members in groups.items()]
-        if shape == before:
-            numbers, known = runs[-1]
+        previous, signature = signature, [(key, len(members)) for key, members in groups.items()]
+        if signature == previous:
+            numbers, run_groups = runs[-1]
             numbers.append(number)
             for key, members in groups.items():
-                known[key] += members
+                run_groups[key] += members
         else:
             runs.append(([number], groups))
     return [
-        _Row(numbers[0], numbers[-1], place(members[0]), members, found.tolerance)
+        _LayerRow(numbers[0], numbers[-1], place(members[0]), members, found.tolerance)
         for numbers, groups in runs
         for members in groups.values()
     ]
 
 
 def _bytes_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
-    """What was sent, or where nobody counted what should be; nothing where barriers alone were."""
+    """The bytes sent, or the predicted bytes if they were not counted; ``-`` if nothing but barriers was sent."""
     value = phase.predicted_bytes if phase.sent_bytes is None else phase.sent_bytes
     if not phase.predicted_bytes and value <= tolerance.noise_bytes * phase.num_readings:
         return "-"
@@ -135,21 +143,21 @@ def _bytes_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
 
 
 def _deviation_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
-    """With ~ where so few bytes are sent that barriers blur them."""
+    """The deviation of the bytes sent from the price; after ``~`` if so few bytes were sent that barriers blur it."""
     if phase.deviation is None:
         return ""
     return ("" if tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
 
 
 def _error_text(checks: Sequence[ValueCheck]) -> str:
-    """The worst one."""
+    """The largest of the errors."""
     check = largest_error(checks)
     return "" if check is None else f"{check.error:.1e}"
 
 
 # ---- Totals ------------------------------------------------------------------------------------------------------------------
 
-#: Of what; the worst error; whose it is.
+#: What is compared, the largest error, and the tensor and rank that have it.
 _ERRORS: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(right=True), Column(wraps=True))
 
 
@@ -164,7 +172,7 @@ def _errors(found: Verification) -> Section:
         check = largest_error(checks)
         whose = "none" if check is None else f"{len(checks)} tensors; {check.name} on rank {check.rank}"
         rows.append((what, _error_text(checks), whose))
-    heading = f"Largest errors relative to {_as_what(found)} (allowed: {found.tolerance.values:g})"
+    heading = f"Largest errors relative to {_reference(found)} (allowed: {found.tolerance.values:g})"
     return [heading, Table(_ERRORS, tuple(rows))]
 
 
@@ -177,12 +185,13 @@ _TRAFFIC: tuple[Column[tuple[str, ...]], ...] = (
 
 
 def _traffic(found: Verification) -> Section:
-    num_steps, several = found.schedule.num_updates, len(found.stages) > 1
+    num_steps, has_pipeline = found.schedule.num_updates, len(found.stages) > 1
     rows: list[tuple[str, ...]] = [
-        ("inside stages" if several else "inside layers", *_predicted([s.inside_bytes for s in found.stages])),
+        ("inside stages" if has_pipeline else "inside layers", *_predicted([s.inside_bytes for s in found.stages])),
         ("sums of gradients", *_predicted([s.gradient_bytes for s in found.stages])),
     ]
-    for name, phase in ((("between stages", found.between),) if several else ()) + (("in all", found.step),):
+    between_stages = [("between stages", found.between)] if has_pipeline else []
+    for name, phase in (*between_stages, ("in all", found.step)):
         sent = "" if phase.sent_bytes is None else format_bytes(phase.sent_bytes)
         rows.append((name, format_bytes(phase.predicted_bytes), sent, _deviation_text(phase, found.tolerance)))
     allowed = f"{found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers"
@@ -200,22 +209,25 @@ def _traffic(found: Verification) -> Section:
 
 
 def _predicted(parts: Sequence[float]) -> tuple[str, str, str]:
+    """The cells of a row with a predicted number of bytes and no measured one."""
     return format_bytes(sum(parts)), "", ""
 
 
 def _largest_deviation(found: Verification) -> LayerCheck | None:
+    """The layer with the largest deviation, of those that send enough bytes; None if there is none."""
     resolves = found.tolerance.resolves
-    resolved = [x for x in found.layers if x.total.sent_bytes is not None and resolves(x.total)]
+    resolved = [layer for layer in found.layers if layer.total.sent_bytes is not None and resolves(layer.total)]
     return max(resolved, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
 
 
 def _verdict(found: Verification) -> Section:
-    took = f"({found.seconds:.0f} s)"
+    duration = f"({found.seconds:.0f} s)"
     if found.faults:
-        return [f"Off in {counted(len(found.faults), 'place')} {took}", *(f"  {fault}" for fault in found.faults)]
-    promised = "takes the steps that it promised" if found.not_counted_because else "sends what it promised"
-    return [f"Right: the plan computes what {_as_what(found)} computes, and {promised} {took}"]
+        return [f"Off in {counted(len(found.faults), 'place')} {duration}", *(f"  {fault}" for fault in found.faults)]
+    traffic = "takes the steps that it promised" if found.not_counted_because else "sends what it promised"
+    return [f"Right: the plan computes what {_reference(found)} computes, and {traffic} {duration}"]
 
 
-def _as_what(found: Verification) -> str:
+def _reference(found: Verification) -> str:
+    """What the results are compared with."""
     return "one device" if found.schedule.is_synchronous else "one device with the same delays"
