@@ -1,6 +1,6 @@
-"""What differs between two plans: the model, the cluster, what was asked for, the strategies, and what comes of it.
+"""Compares two plans: model, cluster, options, pipeline, strategies, and the figures of the step.
 
-Layers are compared by name.  Those that stand at the same place of a repeated block, and change in the same way, are one row.
+Layers are compared by name.  Layers with the same role in a repeated block that change in the same way are one row.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from .explain.groups import group_name, place_of
 __all__ = ["Changed", "Figure", "LayerChange", "PlanDifference", "compare", "difference_document"]
 
 FORMAT = "autoddl-plan-difference"
-#: The figures of layers that are compared.
-_AMOUNTS = ("compute_s", "communication_s", "sent_bytes", "memory_bytes")
+#: The fields of a `LayerAssessment` that are compared, and of a `LayerChange` that hold the differences.
+_LAYER_FIELDS = ("compute_s", "communication_s", "sent_bytes", "memory_bytes")
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A property that is not the same: its values as text."""
+    """A property that differs.
+
+    Attributes:
+        what: name of the property.
+        before, after: its values as text.
+    """
 
     what: str
     before: str
@@ -34,7 +39,13 @@ class Changed:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of both plans, in seconds (``unit`` "s") or bytes ("B")."""
+    """A figure of both plans.
+
+    Attributes:
+        what: name of the figure.
+        unit: ``s`` for seconds, ``B`` for bytes.
+        before, after: its values.
+    """
 
     what: str
     unit: str
@@ -43,20 +54,21 @@ class Figure:
 
     @property
     def is_equal(self) -> bool:
-        """But for rounding."""
+        """Whether the values are equal, except for rounding errors."""
         return abs(self.after - self.before) <= 1e-9 * max(abs(self.after), abs(self.before))
 
 
 @dataclass(frozen=True)
 class LayerChange:
-    """Layers at the same place of their blocks that change in the same way.
+    """Layers with the same role in a repeated block whose strategies change in the same way, or a single layer.
 
     Attributes:
-        name: of the block and role, or the layer's.
-        layers: by name.
-        before, after: their strategies as text, with their stages where the plan has several.
-        is_same: whether strategy and stages are the same.
-        compute_s, communication_s, sent_bytes, memory_bytes: after less before, on each device per step.
+        name: block and role (``h.*.mlp.c_fc``), or the name of a single layer.
+        layers: names of the layers, in graph order.
+        before, after: strategy as text, with the numbers of the stages if the plan has several.
+        is_same: whether strategy and stages are the same in both plans.
+        compute_s, communication_s: time after minus time before, on each device per step [s].
+        sent_bytes, memory_bytes: bytes after minus bytes before, on each device.
     """
 
     name: str
@@ -72,14 +84,15 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class PlanDifference:
-    """What differs between two plans.
+    """The difference between two plans.
 
     Attributes:
         before, after: the plans.
-        model, cluster, options, pipeline: properties that differ.
-        removed, added: layers that only one of the models has, grouped.
-        layers: all layers that both have; most may keep their strategy.
-        figures: of the whole step, equal ones too.
+        model, cluster, options, pipeline: the properties that differ.
+        removed: layers that only the model of ``before`` has, one entry for all repetitions of a layer.
+        added: layers that only the model of ``after`` has, one entry for all repetitions of a layer.
+        layers: all layers that both models have, with changed strategies and with equal ones.
+        figures: figures of the whole step, also equal ones.
     """
 
     before: PlanView
@@ -95,9 +108,13 @@ class PlanDifference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the plans are the same, however they were found."""
+        """Whether the plans are the same.  How they were found does not count."""
         properties = (self.model, self.cluster, self.options, self.pipeline, self.removed, self.added)
-        return not any(properties) and all(x.is_same for x in self.layers) and all(x.is_equal for x in self.figures)
+        return (
+            not any(properties)
+            and all(layer.is_same for layer in self.layers)
+            and all(figure.is_equal for figure in self.figures)
+        )
 
 
 def compare(before: PlanView, after: PlanView) -> PlanDifference:
@@ -109,7 +126,7 @@ def compare(before: PlanView, after: PlanView) -> PlanDifference:
     >>> [(row.what, row.before, row.after) for row in compare(view_of(one), view_of(two)).cluster][:1]
     [('nodes', '1', '2')]
     """
-    mine, theirs = _layers_of(before), _layers_of(after)
+    layers_before, layers_after = _layers_of(before), _layers_of(after)
     return PlanDifference(
         before,
         after,
@@ -117,17 +134,18 @@ def compare(before: PlanView, after: PlanView) -> PlanDifference:
         cluster=_changed(_cluster(before.plan.cluster), _cluster(after.plan.cluster)),
         options=_changed(_options(before), _options(after)),
         pipeline=_changed(_pipeline(before), _pipeline(after)),
-        removed=_only_in(mine, theirs),
-        added=_only_in(theirs, mine),
-        layers=_layer_changes(mine, theirs),
+        removed=_only_in(layers_before, layers_after),
+        added=_only_in(layers_after, layers_before),
+        layers=_layer_changes(layers_before, layers_after),
         figures=_figures(before, after),
     )
 
 
 def _changed(before: dict[str, str], after: dict[str, str]) -> tuple[Changed, ...]:
+    """The properties that differ; a property that a plan does not have is ``none``."""
     names = dict.fromkeys((*before, *after))
-    pairs = [(name, before.get(name, "none"), after.get(name, "none")) for name in names]
-    return tuple(Changed(*pair) for pair in pairs if pair[1] != pair[2])
+    properties = [Changed(name, before.get(name, "none"), after.get(name, "none")) for name in names]
+    return tuple(one for one in properties if one.before != one.after)
 
 
 def _model(view: PlanView) -> dict[str, str]:
@@ -143,7 +161,7 @@ def _model(view: PlanView) -> dict[str, str]:
 
 def _cluster(cluster: Cluster) -> dict[str, str]:
     device = cluster.device
-    found = {
+    properties = {
         "name": cluster.name,
         "nodes": f"{cluster.num_nodes}",
         "devices per node": f"{cluster.devices_per_node}",
@@ -153,11 +171,11 @@ def _cluster(cluster: Cluster) -> dict[str, str]:
         "efficiency": f"{device.efficiency:.6g}",
         "kernel launch": format_seconds(device.launch_s),
     }
-    found |= {f"peak {precision}": f"{peak:.6g} FLOP/s" for precision, peak in device.peak_flops.items()}
+    properties |= {f"peak {precision}": f"{peak:.6g} FLOP/s" for precision, peak in device.peak_flops.items()}
     for name, link in zip(("inter-node", "intra-node"), cluster.links):
-        found[f"{name} latency"] = format_seconds(link.latency_s)
-        found[f"{name} bandwidth"] = f"{link.bandwidth / 1e9:.6g} GB/s"
-    return {**found, "hash": cluster.hash[:19]}
+        properties[f"{name} latency"] = format_seconds(link.latency_s)
+        properties[f"{name} bandwidth"] = f"{link.bandwidth / 1e9:.6g} GB/s"
+    return {**properties, "hash": cluster.hash[:19]}
 
 
 def _options(view: PlanView) -> dict[str, str]:
@@ -203,7 +221,7 @@ def _pipeline(view: PlanView) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _PlacedLayer:
-    """A layer, and its stage where there are several."""
+    """A layer, and the number of its stage; None if the plan has one stage."""
 
     assessed: LayerAssessment
     stage: int | None
@@ -218,6 +236,7 @@ def _layers_of(view: PlanView) -> dict[str, _PlacedLayer]:
 
 
 def _only_in(layers: Mapping[str, _PlacedLayer], others: Mapping[str, _PlacedLayer]) -> tuple[str, ...]:
+    """Names of the layers that are not among the others, with one name and a number for the repetitions of a layer."""
     groups: dict[object, list[_PlacedLayer]] = {}
     for name, placed in layers.items():
         if name not in others:
@@ -231,20 +250,20 @@ def _group_name(layers: Sequence[_PlacedLayer]) -> str:
 
 def _layer_changes(before: Mapping[str, _PlacedLayer], after: Mapping[str, _PlacedLayer]) -> tuple[LayerChange, ...]:
     groups: dict[object, list[tuple[_PlacedLayer, _PlacedLayer]]] = {}
-    for name, mine in before.items():
+    for name, layer_before in before.items():
         if name in after:
-            theirs = after[name]
-            key = (place_of(mine.assessed.layer), mine.assessed.strategy, theirs.assessed.strategy)
-            groups.setdefault(key, []).append((mine, theirs))
+            old, new = layer_before.assessed, after[name].assessed
+            key = (place_of(old.layer), old.strategy, new.strategy)
+            groups.setdefault(key, []).append((layer_before, after[name]))
     return tuple(_layer_change(group) for group in groups.values())
 
 
 def _layer_change(pairs: Sequence[tuple[_PlacedLayer, _PlacedLayer]]) -> LayerChange:
     before, after = zip(*pairs)
     texts = _strategy_text(before), _strategy_text(after)
-    grown = {
-        name: sum(getattr(theirs.assessed, name) - getattr(mine.assessed, name) for mine, theirs in pairs)
-        for name in _AMOUNTS
+    growth = {
+        name: sum(getattr(new.assessed, name) - getattr(old.assessed, name) for old, new in pairs)
+        for name in _LAYER_FIELDS
     }
     return LayerChange(
         name=_group_name(before),
@@ -252,7 +271,7 @@ def _layer_change(pairs: Sequence[tuple[_PlacedLayer, _PlacedLayer]]) -> LayerCh
         before=texts[0],
         after=texts[1],
         is_same=texts[0] == texts[1],
-        **grown,
+        **growth,
     )
 
 
@@ -272,17 +291,17 @@ def _figures(before: PlanView, after: PlanView) -> tuple[Figure, ...]:
         ("sent", "B", "sent_bytes"),
         ("memory", "B", "memory_bytes"),
     )
-    found = [Figure(what, unit, getattr(before, name), getattr(after, name)) for what, unit, name in names]
+    figures = [Figure(what, unit, getattr(before, name), getattr(after, name)) for what, unit, name in names]
     if before.bubble_s or after.bubble_s:
-        found.insert(3, Figure("pipeline bubble", "s", before.bubble_s, after.bubble_s))
-    return tuple(found)
+        figures.insert(3, Figure("pipeline bubble", "s", before.bubble_s, after.bubble_s))
+    return tuple(figures)
 
 
-# ------------------------------------------------------------------------------------------------------------ for programs
+# ------------------------------------------------------------------------------------------------------------ the document
 
 
 def difference_document(found: PlanDifference) -> dict[str, Any]:
-    """The JSON document: everything that differs, all layers and all figures."""
+    """Return the JSON document of a difference: all properties that differ, all layers and all figures."""
 
     def rows(changed: Sequence[Changed]) -> dict[str, list[str]]:
         return {row.what: [row.before, row.after] for row in changed}
@@ -305,7 +324,7 @@ def difference_document(found: PlanDifference) -> dict[str, Any]:
                 "before": row.before,
                 "after": row.after,
                 "equal": row.is_same,
-                **{name: getattr(row, name) for name in _AMOUNTS},
+                **{name: getattr(row, name) for name in _LAYER_FIELDS},
             }
             for row in found.layers
         ],

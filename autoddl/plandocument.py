@@ -1,28 +1,29 @@
-"""What stands in a plan's document, and the hashes that seal it.
+"""The JSON document of a plan: its members, and the hashes that seal it.
 
-A document has the same members for every plan; one without a pipeline has one stage.  There are three kinds of them:
+Every plan's document has the same members; a plan without a pipeline has one stage.  There are three kinds of members:
 
-- **Inputs**: ``graph``, ``cluster``, ``links``, ``workload``, ``options``; of ``layers`` the names and strategies; the
-  ``schedule``; of ``workers`` the meshes; of ``stages`` the layers, recomputation and entry.
-- **Facts**, which follow from the inputs: all other figures of ``layers``, ``workers`` and ``stages`` (:mod:`.stagedocument`),
-  ``boundaries``, ``timeline``, the totals, the levels, the hashes of graph, cluster and options.  :func:`facts_of` makes them, for
-  the writer and for the reader, who compares them.
+- **Inputs**: ``graph``, ``cluster``, ``links``, ``workload``, ``options`` and ``schedule``; the names and strategies in ``layers``;
+  the meshes in ``workers``; the layers, the recomputation and the entry strategy in ``stages``.
+- **Facts**, which follow from the inputs: all other figures in ``layers``, ``workers`` and ``stages`` (:mod:`.stagedocument`),
+  ``boundaries``, ``timeline``, the totals, the levels, and the hashes of graph, cluster and options.  :func:`facts_of` computes
+  all but the hash of the options, to write a document and again to check a document that is read.
 - **Claims** of the search: the certificate (``status``, ``optimal``, ``lower_bound_s``, ``gap``, ``space_size``, ``evaluations``,
-  ``search``, ``candidates``), ``rivals`` and ``trust``.  :mod:`autoddl.claims` says what is checked of them.
+  ``search``, ``candidates``), ``rivals`` and ``trust``.  :mod:`autoddl.claims` checks them as far as possible.
 
 =====================  =============================================================================================================
-claim                  what it is
+claim                  content
 =====================  =============================================================================================================
 search                 space (in words), settings, ruled_out_by_memory, ruled_out_by_bound, stage_searches
-                       (:class:`.result.Considered`); null where the plan was edited
-candidates             of a plan without a pipeline per setting: micro_batch, recompute, outcome, lower_bound_s, cost_s
-rivals                 per family: name, and infeasible or how, its figures, lower_bound_s, paper_step_s
-                       (:class:`.result.Rival`); of a baseline also mesh, micro_batch and recompute, which its figures follow from
-trust                  :func:`.trusting.trust_document`; null where the cluster is not calibrated
+                       (:class:`.result.Considered`); null if the plan was edited
+candidates             for each setting micro_batch, recompute, outcome, lower_bound_s and cost_s; empty if pipelines were searched
+rivals                 for each family its name, and either infeasible, or how, its figures, lower_bound_s and paper_step_s
+                       (:class:`.result.Rival`); for a baseline also mesh, micro_batch and recompute, which determine its figures
+trust                  :func:`.trusting.trust_document`; null if the cluster is not calibrated
 =====================  =============================================================================================================
 
-``hashes`` holds a hash of every other member, and ``content_hash`` is the hash of those: the hash of the whole content, which
-also tells which member was edited.  A plan whose claims were dropped has the status :data:`EDITED` and null in their place.
+``hashes`` holds the hash of every member, except ``hashes`` and ``content_hash``; so it shows which member was edited.
+``content_hash`` is the hash of ``hashes``, and with it of the whole content.  If the claims of an edited plan were dropped, its
+status is :data:`EDITED` and its claims are null or empty.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ __all__ = [
 FORMAT = "autoddl-plan"
 VERSION = 4
 
-#: The status of a plan that was edited and loaded all the same, its claims dropped; and what people read in their place.
+#: The status of an edited plan whose claims were dropped.
 EDITED = "edited"
+#: Text that stands for the claims of such a plan.
 NOT_CLAIMED = "not claimed: the plan was edited"
-#: The method that such a plan was made with.
+#: The method of such a plan.
 BY_HAND = "by hand"
 
 #: All members, in the order in which they are written.
@@ -75,10 +77,11 @@ MEMBERS = (
     "sent_bytes", "workload", "options", "levels", "schedule", "workers", "stages", "boundaries", "timeline", "layers", "rivals",
     "search", "candidates", "trust", "notes", "graph_hash", "cluster_hash", "options_hash", "graph", "cluster", "links", "hashes",
 )  # fmt: skip
-#: The members that seal the others.
+#: The members that hold the hashes of the others.
 SEAL = ("hashes", "content_hash")
-#: The figures of a rival that follow from its plan.
+#: The figures of a rival that follow from the rival's plan.
 RIVAL_FIGURES = ("step_s", "compute_s", "communication_s", "exposed_communication_s", "bubble_s", "memory_bytes")
+#: The figures of the whole step.
 _TOTALS = ("communication_s", "compute_s", "step_s", "memory_bytes", "sent_bytes")
 
 
@@ -86,7 +89,7 @@ _TOTALS = ("communication_s", "compute_s", "step_s", "memory_bytes", "sent_bytes
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with the hashes of its members and of its whole content, its members in their order."""
+    """Return the document with its hashes, and with its members in the order of :data:`MEMBERS`."""
     hashes = hashes_of(document)
     members = {**document, "hashes": hashes, "content_hash": canonical_hash(hashes)}
     order = dict.fromkeys((*(name for name in MEMBERS if name in members), *members))
@@ -94,7 +97,7 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hashes_of(document: Mapping[str, Any]) -> dict[str, str]:
-    """The hash of every member but the seal's own."""
+    """Return the hash of every member, except those of :data:`SEAL`."""
     return {name: canonical_hash(value) for name, value in document.items() if name not in SEAL}
 
 
@@ -102,7 +105,7 @@ def hashes_of(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def facts_of(graph: LayerGraph, evaluation: Evaluation) -> dict[str, Any]:
-    """The members that follow from a plan's inputs, and the inputs as they are written."""
+    """Return the inputs and facts of a plan's document (see the module's docstring), except its options."""
     cluster = evaluation.cluster
     return {
         "format": FORMAT,
@@ -144,7 +147,10 @@ def _layer_fields(layer: LayerAssessment) -> dict[str, Any]:
 
 
 def links_fields(cluster: Cluster) -> list[dict[str, Any]]:
-    """The member ``links``: of both levels, which the command line may have replaced in the cluster's own document."""
+    """Return the member ``links``: the links of both network levels.
+
+    They differ from those in the cluster's document if the user gave another latency or bandwidth.
+    """
     return [_link_fields(link) for link in cluster.links]
 
 
@@ -169,7 +175,12 @@ def _link_fields(link: Link) -> dict[str, Any]:
 
 
 def plan_document(found: PlanResult, trusted: PlanTrust | None = None) -> dict[str, Any]:
-    """The JSON document of a planner's answer; ``trust`` is null where the cluster was not calibrated."""
+    """Return the JSON document of a planner's result.
+
+    Args:
+        found: the result.
+        trusted: how far the plan can be trusted; None if the cluster is not calibrated.
+    """
     options, considered = option_fields(found.options), found.considered
     claims = {
         "method": method_of(found.options),
@@ -200,17 +211,18 @@ def plan_document(found: PlanResult, trusted: PlanTrust | None = None) -> dict[s
 
 
 def unclaimed_document(facts: Mapping[str, Any], objective: str, memory_limit_bytes: float) -> dict[str, Any]:
-    """The document of a plan that was edited: its facts computed anew, and nothing claimed.
+    """Return the document of a plan that was edited: its facts, without claims.
 
     Args:
-        facts: of :func:`facts_of`.
-        objective, memory_limit_bytes: what was minimised under which limit, before the plan was edited.
+        facts: the inputs and facts of the edited plan, from :func:`facts_of`.
+        objective: what the search minimised before the plan was edited.
+        memory_limit_bytes: the memory limit before the plan was edited.
     """
-    nothing = ("optimal", "lower_bound_s", "gap", "search_s", "space_size", "evaluations", "options", "search", "trust")
+    dropped = ("optimal", "lower_bound_s", "gap", "search_s", "space_size", "evaluations", "options", "search", "trust")
     return sealed(
         {
             **facts,
-            **dict.fromkeys(nothing),
+            **dict.fromkeys(dropped),
             "method": BY_HAND,
             "objective": objective,
             "status": EDITED,
@@ -224,12 +236,12 @@ def unclaimed_document(facts: Mapping[str, Any], objective: str, memory_limit_by
 
 
 def method_of(options: JointOptions) -> str:
-    """The search that made a plan: of ``METHODS`` without a pipeline; ``joint``, or a paper's planner."""
+    """Return the name of the search: one of ``METHODS`` without a pipeline, else ``joint`` or the planner of a paper."""
     return {None: options.base.method, "auto": "joint"}.get(options.pipeline, str(options.pipeline))
 
 
 def option_fields(options: JointOptions) -> dict[str, Any]:
-    """What the user asked for (but how it was shown)."""
+    """The member ``options``: all options of the user but ``quiet``, which does not change the plan."""
     fields = {**asdict(options.base), "pipeline": options.pipeline, "allow_stale": options.allow_stale}
     del fields["quiet"]
     return fields
@@ -246,6 +258,7 @@ def _candidate_fields(candidate: Candidate) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
+    """The value; None instead of infinity, which JSON does not have."""
     return value if value < float("inf") else None
 
 

@@ -1,9 +1,10 @@
-"""The plan: what the planner found, as a JSON document that everything else works from.
+"""Plans: read from a JSON document, checked, and written.  Applying, verifying, exporting and launching start from a plan.
 
-Nothing in a document is believed (:func:`load_plan`): its hashes are compared with its members, its figures with what its
-strategies make them, and its claims with each other and with the figures (:mod:`autoddl.claims`).  A plan that was edited is
-refused, or loaded without its claims.  A plan also carries the hashes of the graph and the cluster that it was made for; whoever
-applies it to something else is told which of them differs.
+**Checks.**  :func:`load_plan` compares the hashes in a document with its members, its figures with those computed from its
+strategies, and its claims with each other and with the figures (:mod:`autoddl.claims`).  A plan that was edited is refused, or
+loaded without its claims.
+
+**Model.**  A plan holds its graph.  If the plan is applied to another model, the error names the first layer that differs.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ __all__ = [
     "unpipelined_plan",
 ]
 
-#: What to do with a plan that was edited.
+#: The end of an error message: what to do with a plan that was edited.
 _REMEDY = "plan again, or drop its claims with edited=True"
 
 
 @dataclass(frozen=True, repr=False)
 class PlanFile:
-    """A plan as read from its document: all that is needed to apply, verify or launch it.
+    """A plan, with all that is needed to apply, verify or launch it.
 
     Attributes:
-        graph, cluster, workload: what it was made for.
-        strategies: of every layer, by name; over the devices of its stage.
-        document: the whole JSON document, its figures checked; of a plan that was edited the one that is left of it.
-        evaluation: its stages, their schedule and all figures; a plan without a pipeline is a pipeline of one stage.
+        graph, cluster, workload: the model, the machine and the batch that the plan is for.
+        strategies: the strategy of every layer, by name, over the devices of its stage.
+        document: the checked JSON document; without claims if the plan was edited, empty if the plan has no document.
+        evaluation: stages, schedule and all figures; a plan without a pipeline is a pipeline of one stage.
     """
 
     graph: LayerGraph
@@ -73,24 +74,24 @@ class PlanFile:
 
     @property
     def num_stages(self) -> int:
-        """1 of a plan without a pipeline."""
+        """Number of stages; 1 for a plan without a pipeline."""
         return len(self.evaluation.stages)
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether it has more than one stage."""
+        """Whether the plan has more than one stage."""
         return self.evaluation.has_pipeline
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the search's claims are there: False of a plan that was edited and loaded all the same."""
+        """Whether the plan has the claims of its search; False if it was edited."""
         return self.document["status"] != EDITED
 
     def check_graph(self, graph: LayerGraph) -> None:
-        """Refuse a graph other than the one that the plan was made for.
+        """Check that the plan was made for a graph.
 
         Raises:
-            UserError: naming the first difference.
+            UserError: the graph is another one; the message names the first difference.
         """
         if graph.hash == self.graph.hash:
             return
@@ -100,7 +101,7 @@ class PlanFile:
 def unpipelined_plan(
     graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
 ) -> PlanFile:
-    """A plan of one stage with these strategies, which no planner made: it has no document.
+    """Make a plan of one stage from strategies, without a search.  The plan has no document.
 
     Raises:
         UserError: a strategy does not fit its layer, the cluster or the micro-batch.
@@ -111,38 +112,49 @@ def unpipelined_plan(
 
 
 def _difference(planned: LayerGraph, given: LayerGraph) -> str:
-    for mine, other in zip(planned.layers, given.layers):
-        if mine != other or dict(mine.attributes) != dict(other.attributes):
-            return f"it has {mine.describe()} where the model has {other.describe()}"
+    """The first difference between the graph of a plan and another graph, for an error message."""
+    for layer, other in zip(planned.layers, given.layers):
+        if layer != other or dict(layer.attributes) != dict(other.attributes):
+            return f"it has {layer.describe()} where the model has {other.describe()}"
     if len(planned.layers) != len(given.layers):
         return f"it has {len(planned.layers)} layers, the model has {len(given.layers)}"
     return "their edges differ"
 
 
 def save_plan(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
-    """Write a plan, atomically."""
+    """Write the document of a plan to a file, atomically.
+
+    Raises:
+        UserError: the path cannot be written to.
+    """
     write_document(path, document)
 
 
 def load_plan(path: str | os.PathLike[str], edited: bool = False) -> PlanFile:
-    """Read a plan.
+    """Read a plan from a file.
 
     Args:
-        edited: take a plan also if it was edited: its graph, cluster, workload, strategies, meshes and schedule; its figures are
-            then computed anew, and what the search claimed of it (optimality, bounds, rivals, trust) is dropped.
+        path: of the file.
+        edited: accept a plan that was edited.  Its graph, cluster, workload, strategies, meshes and schedule are read, its figures
+            are computed again, and the claims of the search (optimality, bounds, rivals, trust) are dropped.
 
     Raises:
-        UserError: it cannot be read, a field is malformed, or it was edited; the message names the member or the field.
+        UserError: the file cannot be read, a field is malformed, or the plan was edited; the message names the member or the field.
     """
     where = os.fspath(path)
     return plan_from_document(Fields(load_json(path), where), where, edited)
 
 
 def plan_from_document(fields: Fields, where: str, edited: bool = False) -> PlanFile:
-    """A plan from the fields of its document.
+    """Make a plan from the fields of its document.
+
+    Args:
+        fields: the document.
+        where: what to call the document in errors, such as its path.
+        edited: accept a plan that was edited, as in :func:`load_plan`.
 
     Raises:
-        UserError: as :func:`load_plan`.
+        UserError: as for :func:`load_plan`.
     """
     if fields.text("format") != FORMAT:
         raise UserError(f"{where}: format {fields.value['format']!r} should be {FORMAT!r}")
@@ -157,10 +169,10 @@ def plan_from_document(fields: Fields, where: str, edited: bool = False) -> Plan
 
 
 def _checked(fields: Fields, where: str) -> PlanFile:
-    """A plan that is as it was written.
+    """The plan of a document that was not edited.
 
     Raises:
-        UserError: it was edited, or cannot be.
+        UserError: the document was edited, or no plan has such a document.
     """
     changed = edited_member(fields)
     try:
@@ -180,7 +192,7 @@ def _checked(fields: Fields, where: str) -> PlanFile:
 
 
 def _unclaimed(fields: Fields, where: str) -> PlanFile:
-    """What is left of a plan that was edited."""
+    """The plan of a document that was edited, without the claims of the search."""
     plan = _inputs(fields, where)
     needed = plan.evaluation.memory_bytes
     objective, limit = fields.text("objective"), fields.number("memory_limit_bytes", exclusive=True)
@@ -193,7 +205,7 @@ def _unclaimed(fields: Fields, where: str) -> PlanFile:
 
 
 def _inputs(fields: Fields, where: str) -> PlanFile:
-    """What the figures of a plan follow from."""
+    """The plan that the inputs of a document describe; its facts and claims are not checked."""
     graph = graph_from_document(fields.get("graph"), f"{where}: graph")
     cluster = cluster_from_document(fields.get("cluster"), f"{where}: cluster")
     if "links" in fields:
@@ -213,19 +225,19 @@ def _inputs(fields: Fields, where: str) -> PlanFile:
 
 
 def _with_links(cluster: Cluster, fields: Fields) -> Cluster:
-    """The cluster with the links that the plan was made for: its own, or those that replace them on the command line."""
+    """The cluster with the links of the document: its own, or with the latency or bandwidth that the user gave for both levels."""
     first = next(iter(fields.objects("links")), None)
     if first is not None:
         latency_s, bandwidth = first.number("latency_s"), first.number("bandwidth", exclusive=True)
-        for given in ((None, None), (latency_s, None), (None, bandwidth), (latency_s, bandwidth)):
-            replaced = cluster.with_links(*given)
+        for replacement in ((None, None), (latency_s, None), (None, bandwidth), (latency_s, bandwidth)):
+            replaced = cluster.with_links(*replacement)
             if links_fields(replaced) == fields.value["links"]:
                 return replaced
     raise UserError(f"{fields.where}: links are not those of its cluster, nor one latency or bandwidth for both levels")
 
 
 def _strategies(fields: Fields, graph: LayerGraph, where: str) -> dict[str, Strategy]:
-    """The strategy of every layer of the graph, once."""
+    """The strategies in the document; every layer of the graph must have exactly one."""
     strategies = {}
     layers = fields.objects("layers")
     for layer in layers:

@@ -1,21 +1,21 @@
-"""The stages of a plan in its document: written from an evaluation, read back as a configuration.
+"""The members of a plan's document that describe its stages: written from an evaluation, read back as a configuration.
 
-A plan without a pipeline has one stage on one worker of all devices.  The reader evaluates the configuration anew;
-:mod:`autoddl.planfile` compares the members that this makes with those that it read.
+A plan without a pipeline has one stage, on one worker of all devices.  After reading, :mod:`autoddl.planfile` evaluates the
+configuration again and compares the result with the members of the document.
 
 =====================  =============================================================================================================
-member                 what it is
+member                 content
 =====================  =============================================================================================================
-schedule               name, options, num_workers, num_stages, num_pipelines, groups, synchronous: what its tasks are generated
-                       from, with the workload's number of micro-batches
-workers                per worker: mesh (nodes, devices_per_node), ranks (in the order of its mesh), stages, memory_bytes
-stages                 per stage: layers (names), num_units, recompute, workers, entry (strategy of the tensor that arrives; null
-                       for the first), in_flight per worker; forward_s, backward_s, backward_input_s, recompute_s (per
-                       micro-batch), all_reduce_s (per step), compute_s, communication_s (per micro-batch), state_bytes,
-                       kept_bytes, input_bytes, buffer_bytes (:class:`.evaluation.StageFigures`)
-boundaries             per boundary: forward_s, backward_s, nbytes of a micro-batch
-timeline               inner_communication_s, exposed_transfer_s, exposed_all_reduce_s, bubble_s (of the busiest worker), busiest
-                       (its number), bubble_ratio (mean of all)
+schedule               name, options, num_workers, num_stages, num_pipelines, groups, synchronous; tasks are generated from these and
+                       from the number of micro-batches of the workload
+workers                for each worker: mesh (nodes, devices_per_node), ranks (in the order of the mesh), stages, memory_bytes
+stages                 for each stage: layers (names), num_units, recompute, workers, entry (the strategy of the tensor that enters
+                       the stage; null for the first stage), in_flight for each worker; forward_s, backward_s, backward_input_s,
+                       recompute_s (per micro-batch), all_reduce_s (per step), compute_s, communication_s (per micro-batch),
+                       state_bytes, kept_bytes, input_bytes, buffer_bytes (:class:`.evaluation.StageFigures`)
+boundaries             for each boundary: forward_s, backward_s and nbytes of a micro-batch
+timeline               of the busiest worker its number (busiest), inner_communication_s, exposed_transfer_s, exposed_all_reduce_s
+                       and bubble_s; of all workers the mean bubble_ratio
 =====================  =============================================================================================================
 """
 
@@ -38,7 +38,7 @@ from autoddl.pipelines.joint.partition import ENTRY, Chain
 
 __all__ = ["read_configuration", "read_splits", "stage_facts"]
 
-#: The figures of the timeline, an evaluation's own.
+#: The attributes of an `Evaluation` that the member ``timeline`` holds.
 _TIMELINE = (
     "inner_communication_s",
     "exposed_transfer_s",
@@ -50,7 +50,7 @@ _TIMELINE = (
 
 
 def stage_facts(evaluation: Evaluation) -> dict[str, Any]:
-    """The members of the module's docstring, all of which follow from a configuration."""
+    """Return the members of the module's docstring; all of them follow from the configuration of the evaluation."""
     configuration, schedule = evaluation.configuration, evaluation.schedule
     spec, mesh, cluster = configuration.schedule, configuration.mesh, evaluation.cluster
     return {
@@ -108,7 +108,13 @@ def _stage_fields(evaluation: Evaluation, number: int, figures: StageFigures) ->
 def read_configuration(
     fields: Fields, chain: Chain, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
 ) -> Configuration:
-    """The configuration that a document describes.
+    """Read the configuration of a plan.
+
+    Args:
+        fields: the document.
+        chain: the layers of the model as a chain of units.
+        cluster, workload: what the plan is for.
+        strategies: the strategy of every layer, by name.
 
     Raises:
         UserError: a field is malformed, or does not fit the graph or the cluster.
@@ -126,24 +132,27 @@ def read_configuration(
         )
     stages = []
     names = [layer.name for layer in chain.graph.layers]
-    first = 0
+    first_unit = 0
     for number, entry in enumerate(fields.objects("stages")):
         num_units, recompute = entry.integer("num_units", 1), entry.text("recompute")
         if recompute not in RECOMPUTATIONS:
             raise UserError(f"{entry.where}: recompute is {recompute!r}, should be one of {', '.join(RECOMPUTATIONS)}")
-        if first + num_units > chain.num_units:
-            raise UserError(f"{entry.where}: num_units is {num_units}, the model has {chain.num_units - first} left")
-        own = names[chain.starts[first] : chain.starts[first + num_units]]
-        if list(entry.texts("layers")) != own:
-            raise UserError(f"{entry.where}: layers should be the {len(own)} from {own[0]!r} to {own[-1]!r}")
-        chosen = {name: strategies[name] for name in own}
+        if first_unit + num_units > chain.num_units:
+            raise UserError(
+                f"{entry.where}: num_units is {num_units}, the model has {chain.num_units - first_unit} left"
+            )
+        stage_names = names[chain.starts[first_unit] : chain.starts[first_unit + num_units]]
+        if list(entry.texts("layers")) != stage_names:
+            expected = f"the {len(stage_names)} from {stage_names[0]!r} to {stage_names[-1]!r}"
+            raise UserError(f"{entry.where}: layers should be {expected}")
+        chosen = {name: strategies[name] for name in stage_names}
         if number:
             chosen[ENTRY] = Strategy(read_splits(entry, "entry"))
         stages.append(StageChoice(num_units, recompute, chosen))
-        first += num_units
-    if first != chain.num_units or len(stages) != spec.num_stages:
+        first_unit += num_units
+    if first_unit != chain.num_units or len(stages) != spec.num_stages:
         raise UserError(
-            f"{where}: stages are {len(stages)} of {first} units, should be {spec.num_stages} of {chain.num_units}"
+            f"{where}: stages are {len(stages)} of {first_unit} units, should be {spec.num_stages} of {chain.num_units}"
         )
     layer_by_layer = [stage.recompute == "layers" for stage in stages]
     if (workload.recompute and not all(layer_by_layer)) or (layer_by_layer == [True] and not workload.recompute):
@@ -152,7 +161,7 @@ def read_configuration(
 
 
 def _meshes(fields: Fields) -> Meshes:
-    """The rectangles of the workers: one for all, or one of each."""
+    """The meshes of the workers: one mesh if all are equal, else a division with a mesh for each worker."""
     meshes = tuple(_mesh(worker.object("mesh")) for worker in fields.objects("workers"))
     return meshes[0] if len(set(meshes)) == 1 else Division(meshes)
 
@@ -184,7 +193,11 @@ def _schedule(fields: Fields, num_micro_batches: int) -> PipelineSchedule:
 
 
 def read_splits(entry: Fields, name: str) -> tuple[tuple[int, int, int], ...]:
-    """The [p0, p1, p2] of a strategy, one for each network level."""
+    """Read the splits (p0, p1, p2) of a strategy, one for each network level.
+
+    >>> read_splits(Fields({"strategy": [[2, 1, 1], [1, 4, 2]]}, "plan.json"), "strategy")
+    ((2, 1, 1), (1, 4, 2))
+    """
     splits = []
     for split in entry.sequence(name):
         if not (isinstance(split, list) and len(split) == 3 and all(type(p) is int and 0 < p < 2**31 for p in split)):

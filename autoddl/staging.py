@@ -1,10 +1,10 @@
-"""A plan as what runs it: the plans of its stages, their schedule, and a model cut so.
+"""Prepares a plan to be run: the plans of its stages, its schedule, and the model cut into stages.
 
-A plan without a pipeline is a pipeline of one stage: one worker of all devices, which carries one micro-batch after the other
-forward and back (1F1B).
+A plan without a pipeline is a pipeline of one stage: one worker of all devices, which runs the forward and the backward pass of one
+micro-batch after another (1F1B).  To train a model with a plan::
 
-plan = autoddl.load_plan("joint.json")
-trainer = PipelineTrainer(planned_model(module, plan), schedule_of_plan(plan), make_optimizer, batch)
+    plan = autoddl.load_plan("joint.json")
+    trainer = PipelineTrainer(planned_model(module, plan), schedule_of_plan(plan), make_optimizer, batch)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["make_schedule", "planned_model", "schedule_of_plan", "scheduling", "
 
 
 def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
-    """The plans of a plan's stages, in the order of the model."""
+    """Return the plan of each stage: strategies, recomputation and the strategy of the tensor that enters the stage."""
     result = []
     for choice in plan.evaluation.configuration.stages:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
@@ -36,38 +36,41 @@ def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
 
 
 def scheduling(plan: PlanFile) -> tuple[PipelineSchedule, tuple[int, ...], tuple[bool, ...]]:
-    """What a plan's schedule is made from: see `make_schedule`."""
+    """Return the first three arguments of :func:`make_schedule` for a plan."""
     configuration = plan.evaluation.configuration
     recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
     return configuration.schedule, plan.evaluation.schedule.widths, recomputing
 
 
 def schedule_of_plan(plan: PlanFile, num_steps: int | None = None) -> Schedule:
-    """The schedule of a plan: of one step where it is synchronous; else of ``num_steps``, or some."""
+    """Return the schedule of a plan: one step if it is synchronous, else ``num_steps`` steps (by default `PERIODS`)."""
     return make_schedule(*scheduling(plan), num_steps or PERIODS)
 
 
 def make_schedule(
     of: PipelineSchedule, widths: tuple[int, ...], recomputing: Sequence[bool], num_steps: int
 ) -> Schedule:
-    """A schedule of one step where it is synchronous, else of ``num_steps``.
+    """Return a schedule: one step if it is synchronous, else ``num_steps`` steps.
 
     Args:
-        widths: devices per worker.
-        recomputing: per stage whether its forward pass is run again as a task of its own.
+        of: the schedule's family and numbers.
+        widths: number of devices of each worker.
+        recomputing: for each stage, whether its forward pass is run again as a separate task.
+        num_steps: number of steps of an asynchronous schedule.
 
     Raises:
-        UserError: there is no such schedule.
+        UserError: the family has no schedule for these numbers.
     """
     return of.schedule(widths, tuple(recomputing), num_steps, MAX_TRAINING_PASSES)
 
 
 def planned_model(module: Any, plan: PlanFile, feeds: Mapping[str, int | None] | None = None) -> PlannedModel:
-    """A model cut in the stages of a plan, for a `PipelineTrainer`; on every rank of the job.
+    """Return the model cut into the stages of a plan, for a `PipelineTrainer`.  To be called on every rank of the job.
 
     Args:
-        module: the unmodified model, on the host; where its values differ, the first rank's are taken.
-        feeds: see :func:`autoddl.apply`.
+        module: the unmodified model, on the host.  If its parameters differ between ranks, those of the first rank are used.
+        plan: the plan.
+        feeds: which input each layer that reads the data reads, as in :func:`autoddl.apply`.
     """
     from autoddl.pipelines.runtime.stage.model import PlannedModel
 
