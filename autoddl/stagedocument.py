@@ -6,8 +6,8 @@ configuration again and compares the result with the members of the document.
 =====================  =============================================================================================================
 member                 content
 =====================  =============================================================================================================
-schedule               name, options, num_workers, num_stages, num_pipelines, groups, synchronous; tasks are generated from these and
-                       from the number of micro-batches of the workload
+schedule               name, options, num_workers, num_stages, num_pipelines, groups, synchronous; tasks are generated from these
+                       and the workload's number of micro-batches
 workers                for each worker: mesh (nodes, devices_per_node), ranks (in the order of the mesh), stages, memory_bytes
 stages                 for each stage: layers (names), num_units, recompute, workers, entry (the strategy of the tensor that enters
                        the stage; null for the first stage), in_flight for each worker; forward_s, backward_s, backward_input_s,

@@ -43,7 +43,13 @@ def scheduling(plan: PlanFile) -> tuple[PipelineSchedule, tuple[int, ...], tuple
 
 
 def schedule_of_plan(plan: PlanFile, num_steps: int | None = None) -> Schedule:
-    """Return the schedule of a plan: one step if it is synchronous, else ``num_steps`` steps (by default `PERIODS`)."""
+    """Return the schedule of a plan: one step if it is synchronous, else ``num_steps`` steps (by default `PERIODS`).
+
+    >>> import autoddl
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64, micro_batch=32)
+    >>> [str(task) for task in schedule_of_plan(plan).workers[0]]
+    ['0F0', '0B0', '0F1', '0B1', '0A0', '0U0']
+    """
     return make_schedule(*scheduling(plan), num_steps or PERIODS)
 
 

@@ -15,11 +15,12 @@ from .timeline import Timeline
 
 __all__ = ["to_rows", "to_svg", "to_text", "to_trace"]
 
+#: Microseconds per second; traces hold microseconds.
 MICROSECONDS = 1e6
 
 
 class _Bar(NamedTuple):
-    """A task as a bar: its row, its start and its end."""
+    """A task on the time axis of a worker."""
 
     worker: int
     task: Task
@@ -34,10 +35,10 @@ def _bars(timeline: Timeline) -> Iterator[_Bar]:
             yield _Bar(worker, task, start, end)
 
 
-def _label(task: Task, several: bool) -> str:
-    """The task's text without the pipeline, and without the stage if the row has a single one."""
+def _label(task: Task, with_stage: bool) -> str:
+    """The task's text without its pipeline, and with the stage of a computation if ``with_stage``."""
     text = str(task).rpartition(":")[2]
-    return text if several or not task.kind.is_compute else text.lstrip("0123456789")
+    return text if with_stage or not task.kind.is_compute else text.lstrip("0123456789")
 
 
 def _has_several_stages(schedule: Schedule) -> bool:
@@ -46,14 +47,17 @@ def _has_several_stages(schedule: Schedule) -> bool:
 
 
 def to_rows(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> list[tuple[str, list[str]]]:
-    """One row per worker: (name, cells), with one cell per tick.
+    """Return a row for each worker: its name and its cells, one cell for each tick of time.
 
     A cell holds a task's label where the task begins, ``=`` while it runs and ``.`` while the worker idles. A label is
     ``F3``, ``B3``, ... (kind and micro-batch), preceded by the stage if a worker has several stages of one pipeline. All
     cells are equally wide. All-reduces that take time have a row of their own, below that of their worker.
 
     Args:
-        tick: time per column; by default the duration of the shortest task, or longer to keep to ``max_columns``.
+        timeline: the timeline.
+        tick: time per column, in the unit of the timeline. By default the duration of the shortest computation, or more if
+            there would be more than ``max_columns`` columns.
+        max_columns: largest number of columns if ``tick`` is not given.
     """
     schedule = timeline.schedule
     makespan = timeline.makespan
@@ -64,7 +68,7 @@ def to_rows(timeline: Timeline, tick: float | None = None, max_columns: int = 24
         shortest = min((bar.end - bar.start for bar in bars if bar.task.kind.is_compute), default=makespan)
         tick = max(shortest, makespan / max_columns)
     columns = max(1, math.ceil(makespan / tick - 1e-9))
-    several = _has_several_stages(schedule)
+    with_stage = _has_several_stages(schedule)
     compute = [["."] * columns for _ in schedule.workers]
     reduces = [[""] * columns for _ in schedule.workers]
     for bar in bars:
@@ -73,37 +77,50 @@ def to_rows(timeline: Timeline, tick: float | None = None, max_columns: int = 24
         first = math.ceil(bar.start / tick - 0.5 - 1e-9)
         last = math.ceil(bar.end / tick - 0.5 - 1e-9)
         for column in range(max(0, first), min(last, columns)):
-            row[column] = _label(bar.task, several) if column == first else "="
+            row[column] = _label(bar.task, with_stage) if column == first else "="
     width = max(len(cell) for rows in (compute, reduces) for row in rows for cell in row)
-    head = len(f"worker {schedule.num_workers - 1}")
-    found = []
+    name_width = len(f"worker {schedule.num_workers - 1}")
+    named_rows = []
     for worker, row in enumerate(compute):
         for name, cells in ((f"worker {worker}", row), ("reduce", reduces[worker])):
             if any(cells):
-                even = [cell * width if cell == "=" else cell.center(width) for cell in cells]
-                found.append((name.rjust(head), even))
-    return found
+                padded = [cell * width if cell == "=" else cell.center(width) for cell in cells]
+                named_rows.append((name.rjust(name_width), padded))
+    return named_rows
 
 
 def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> str:
-    """The rows of :func:`to_rows` as lines of text."""
+    """Return the rows of :func:`to_rows` as lines of text.
+
+    >>> from autoddl.pipelines import generate
+    >>> from autoddl.pipelines.simulator import simulate
+    >>> from autoddl.pipelines.times import Times
+    >>> print(to_text(simulate(generate("gpipe", num_stages=2, num_micro_batches=2), Times.of(2, forward=1, backward=1))))
+    worker 0  F0 F1 .  .  B0 B1
+    worker 1  .  F0 F1 B0 B1 .
+    """
     rows = to_rows(timeline, tick, max_columns)
     return "\n".join(f"{name}  {' '.join(cells)}".rstrip() for name, cells in rows)
 
 
+#: Heights of a row and of a bar in it, and margins around the rows [pixels].
 ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, BOTTOM = 26, 20, 78, 46, 26
+#: Size of the labels [pixels].
 FONT = 11
-#: Width of a character at this font size, in pixels.
+#: Width of a character at this font size [pixels].
 CHARACTER = 6.6
+#: Largest width of a picture [pixels].
 MAX_WIDTH = 16_000
 
-#: Fill colours of the forwards, by pipeline.
+#: Fill colours of forward passes, by pipeline.
 _FORWARDS = ("#f6c344", "#8fc1e3", "#f2a07b", "#9ed39a", "#d5b3e5", "#f3d9a4", "#a9d8d1", "#e8a7b8")
+#: Fill colours of tasks that have the same colour in all pipelines.
 _FILLS = {
     Kind.RECOMPUTE: "#d9d9d9",
     Kind.ALL_REDUCE: "#555555",
     Kind.UPDATE: "#c0392b",
 }
+#: Factors that darken the colour of the pipeline for the other passes.
 _DARKER = {Kind.BACKWARD: 0.72, Kind.BACKWARD_INPUT: 0.72, Kind.BACKWARD_WEIGHT: 0.56}
 
 
@@ -115,22 +132,27 @@ def _fill(task: Task) -> str:
 
 
 def to_svg(timeline: Timeline, title: str | None = None) -> str:
-    """An SVG picture: a row per worker, a colour per pipeline, bright forwards, dark backwards, thin all-reduces.
+    """Return an SVG picture: a row for each worker, a colour for each pipeline, bright forwards, dark backwards, thin all-reduces.
 
     The picture is as wide as the labels need, at most 16,000 pixels. Labels that do not fit are omitted; a tooltip on
     every bar shows the task and its times.
+
+    Args:
+        timeline: the timeline.
+        title: title of the picture; by default name and size of the schedule.
     """
     schedule = timeline.schedule
     makespan = timeline.makespan or 1.0
-    several = _has_several_stages(schedule)
+    with_stage = _has_several_stages(schedule)
     bars = list(_bars(timeline))
-    needed = [
-        (len(_label(bar.task, several)) + 1) * CHARACTER / (bar.end - bar.start)
+    # Pixels per unit of time that each label needs.
+    needed_scales = [
+        (len(_label(bar.task, with_stage)) + 1) * CHARACTER / (bar.end - bar.start)
         for bar in bars
         if bar.task.kind.is_compute and bar.end > bar.start
     ]
     # The scale at which 90 % of the labels fit: a few very short tasks should not stretch the whole picture.
-    scale = float(np.quantile(needed, 0.9)) if needed else 1.0
+    scale = float(np.quantile(needed_scales, 0.9)) if needed_scales else 1.0
     scale = min(max(scale, 480 / makespan), MAX_WIDTH / makespan)
     width, height = LEFT + makespan * scale + 20, TOP + ROW_HEIGHT * schedule.num_workers + BOTTOM
     title = title or f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches"
@@ -147,19 +169,19 @@ def to_svg(timeline: Timeline, title: str | None = None) -> str:
         parts.append(f'<text x="8" y="{y + 14}">worker {worker}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{BAR_HEIGHT}" fill="#f4f4f4"/>')
     for bar in bars:
-        parts.append(_svg_bar(bar, scale, several))
+        parts.append(_svg_bar(bar, scale, with_stage))
     parts += _svg_axis(makespan, scale, TOP + ROW_HEIGHT * schedule.num_workers)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
 
-def _svg_bar(bar: _Bar, scale: float, several: bool) -> str:
+def _svg_bar(bar: _Bar, scale: float, with_stage: bool) -> str:
     x, y = LEFT + bar.start * scale, TOP + ROW_HEIGHT * bar.worker
     width = (bar.end - bar.start) * scale
     top, thickness = y, BAR_HEIGHT
     if not bar.task.kind.is_compute:
         top, thickness, width = y + BAR_HEIGHT, 3, max(width, 1.5)
-    label = _label(bar.task, several)
+    label = _label(bar.task, with_stage)
     tip = escape(f"{bar.task} on worker {bar.worker}: {bar.start:.6g} to {bar.end:.6g}")
     text = ""
     if bar.task.kind.is_compute and len(label) * CHARACTER <= width:
@@ -171,7 +193,7 @@ def _svg_bar(bar: _Bar, scale: float, several: bool) -> str:
 
 
 def _svg_axis(makespan: float, scale: float, y: int) -> list[str]:
-    """Axis labels at a round distance of at least 60 pixels."""
+    """Labels of the time axis, at round distances of at least 60 pixels."""
     step = 10 ** math.ceil(math.log10(60 / scale))
     for finer in (0.2, 0.5):
         if step * finer * scale >= 60:
@@ -184,7 +206,7 @@ def _svg_axis(makespan: float, scale: float, y: int) -> list[str]:
 
 
 def to_trace(timeline: Timeline) -> str:
-    """JSON for chrome://tracing and Perfetto: a thread per worker, per worker's all-reduces, and per used link.
+    """Return JSON for chrome://tracing and Perfetto: threads for each worker, for its all-reduces, and for each link that is used.
 
     The times of the timeline are taken as seconds.
     """

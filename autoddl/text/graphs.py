@@ -15,7 +15,16 @@ __all__ = ["graph_text"]
 
 
 def graph_text(graph: LayerGraph) -> Text:
-    """Return a table of the layers, with one row for all repetitions of a layer, and the notes."""
+    """Return a table of the layers, with one row for all repetitions of a layer, and the notes.
+
+    >>> from autoddl.zoo import mlp
+    >>> print(graph_text(mlp((256, 1024, 256))))
+    mlp:256,1024,256: 524,288 parameters, 0.001049 GFLOPs forward per row
+    <BLANKLINE>
+      layer  kind    input     output    parameters     GFLOPs  followed by
+      fc1    linear  1 x 256   1 x 1024     262,144  0.0005243  relu
+      fc2    linear  1 x 1024  1 x 256      262,144  0.0005243  mse_loss
+    """
     title = (
         f"{graph.name}: {graph.num_parameters:,} parameters, {graph.flops / 1e9:,.4g} GFLOPs forward per {graph.sample}"
     )

@@ -332,7 +332,7 @@ def test_a_layer_of_one_stage(piped):
 
 @pytest.mark.parametrize(
     "name", ["explain." + name for name in ("devicememory", "explanation", "groups", "stagetable", "steptime", "view")]
-    + ["diffing", "export.annotated", "export.drawings", "export.traces"],
+    + ["diffing", "stagedocument", "staging", "export.annotated", "export.drawings", "export.traces"],
 )  # fmt: skip
 def test_doctests(name):
     result = doctest.testmod(import_module(f"autoddl.{name}"))

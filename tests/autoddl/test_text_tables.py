@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoddl.text import tables
+from autoddl.text import graphs, layers, tables
 from autoddl.text.tables import NARROWEST, Column, Grid, Table, Text, facts
 
 PLANS = (
@@ -45,8 +45,10 @@ def shown_length(line: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line)
 
 
-def test_doctests():
-    assert doctest.testmod(tables).failed == 0
+@pytest.mark.parametrize("module", [tables, layers, graphs])
+def test_doctests(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
 
 
 def test_at_full_width_columns_are_as_wide_as_their_widest_cell():
