@@ -300,7 +300,7 @@ def _figures(before: PlanView, after: PlanView) -> tuple[Figure, ...]:
 # ------------------------------------------------------------------------------------------------------------ the document
 
 
-def difference_document(found: PlanDifference) -> dict[str, Any]:
+def difference_document(difference: PlanDifference) -> dict[str, Any]:
     """Return the JSON document of a difference: all properties that differ, all layers and all figures."""
 
     def rows(changed: Sequence[Changed]) -> dict[str, list[str]]:
@@ -309,14 +309,14 @@ def difference_document(found: PlanDifference) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": 1,
-        "plans": [found.before.heading, found.after.heading],
-        "equal": found.is_empty,
-        "model": rows(found.model),
-        "cluster": rows(found.cluster),
-        "options": rows(found.options),
-        "pipeline": rows(found.pipeline),
-        "removed_layers": list(found.removed),
-        "added_layers": list(found.added),
+        "plans": [difference.before.heading, difference.after.heading],
+        "equal": difference.is_empty,
+        "model": rows(difference.model),
+        "cluster": rows(difference.cluster),
+        "options": rows(difference.options),
+        "pipeline": rows(difference.pipeline),
+        "removed_layers": list(difference.removed),
+        "added_layers": list(difference.added),
         "layers": [
             {
                 "name": row.name,
@@ -326,7 +326,9 @@ def difference_document(found: PlanDifference) -> dict[str, Any]:
                 "equal": row.is_same,
                 **{name: getattr(row, name) for name in _LAYER_FIELDS},
             }
-            for row in found.layers
+            for row in difference.layers
         ],
-        "figures": {row.what: {"unit": row.unit, "before": row.before, "after": row.after} for row in found.figures},
+        "figures": {
+            row.what: {"unit": row.unit, "before": row.before, "after": row.after} for row in difference.figures
+        },
     }

@@ -174,28 +174,28 @@ def _link_fields(link: Link) -> dict[str, Any]:
 # ---- Claims --------------------------------------------------------------------------------------------------------------------
 
 
-def plan_document(found: PlanResult, trusted: PlanTrust | None = None) -> dict[str, Any]:
+def plan_document(result: PlanResult, trusted: PlanTrust | None = None) -> dict[str, Any]:
     """Return the JSON document of a planner's result.
 
     Args:
-        found: the result.
+        result: the result.
         trusted: how far the plan can be trusted; None if the cluster is not calibrated.
     """
-    options, considered = option_fields(found.options), found.considered
+    options, considered = option_fields(result.options), result.considered
     claims = {
-        "method": method_of(found.options),
-        "objective": found.options.base.objective,
-        "status": found.status,
-        "optimal": found.optimal,
-        "lower_bound_s": found.lower_bound_s,
-        "gap": found.gap,
-        "search_s": found.search_s,
+        "method": method_of(result.options),
+        "objective": result.options.base.objective,
+        "status": result.status,
+        "optimal": result.optimal,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "search_s": result.search_s,
         "space_size": considered.configurations,
         "evaluations": considered.simulated,
-        "memory_limit_bytes": found.memory_limit_bytes,
+        "memory_limit_bytes": result.memory_limit_bytes,
         "options": options,
         "options_hash": canonical_hash(options),
-        "rivals": [_rival_fields(rival) for rival in found.rivals],
+        "rivals": [_rival_fields(rival) for rival in result.rivals],
         "search": {
             "space": considered.space,
             "settings": considered.settings,
@@ -203,11 +203,11 @@ def plan_document(found: PlanResult, trusted: PlanTrust | None = None) -> dict[s
             "ruled_out_by_bound": considered.ruled_out_by_bound,
             "stage_searches": considered.stage_searches,
         },
-        "candidates": [_candidate_fields(candidate) for candidate in found.candidates],
+        "candidates": [_candidate_fields(candidate) for candidate in result.candidates],
         "trust": trust_document(trusted),
-        "notes": [*found.graph.notes, *(trusted.notes if trusted else ()), *found.notes],
+        "notes": [*result.graph.notes, *(trusted.notes if trusted else ()), *result.notes],
     }
-    return sealed({**facts_of(found.graph, found.evaluation), **claims})
+    return sealed({**facts_of(result.graph, result.evaluation), **claims})
 
 
 def unclaimed_document(facts: Mapping[str, Any], objective: str, memory_limit_bytes: float) -> dict[str, Any]:

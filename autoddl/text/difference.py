@@ -13,26 +13,26 @@ from .tables import Block, Column, Section, Table, Text
 __all__ = ["difference_text"]
 
 
-def difference_text(found: PlanDifference, names: tuple[str, str]) -> Text:
+def difference_text(difference: PlanDifference, names: tuple[str, str]) -> Text:
     """Return the difference as text.
 
     Args:
-        found: the difference.
+        difference: the difference.
         names: what to call the plans, such as their files.
     """
-    plans = (("before", found.before), ("after", found.after))
+    plans = (("before", difference.before), ("after", difference.after))
     rows = tuple((when, f"{name}: {view.heading}") for (when, view), name in zip(plans, names))
     head = [Table((Column(), Column(wraps=True)), rows, indent="")]
-    if found.is_empty:
+    if difference.is_empty:
         return Text((head, ["no difference"]))
     properties = (
-        ("Model", found.model),
-        ("Cluster", found.cluster),
-        ("Options", found.options),
-        ("Pipeline", found.pipeline),
+        ("Model", difference.model),
+        ("Cluster", difference.cluster),
+        ("Options", difference.options),
+        ("Pipeline", difference.pipeline),
     )
     changed: list[Section] = [[title, Table.of(_CHANGES, changes)] for title, changes in properties if changes]
-    return Text((head, ["Per step", Table.of(_FIGURES, found.figures)], *changed, _layers(found)))
+    return Text((head, ["Per step", Table.of(_FIGURES, difference.figures)], *changed, _layers(difference)))
 
 
 def _growth(row: Figure) -> str:
@@ -98,10 +98,10 @@ _LAYERS: tuple[Column[LayerChange], ...] = (
 )
 
 
-def _layers(found: PlanDifference) -> Section:
+def _layers(difference: PlanDifference) -> Section:
     lines: list[Block] = ["Layers (time, bytes sent and memory: after less before, on each device per step)"]
-    changed = [row for row in found.layers if not row.is_same]
-    unchanged = [row for row in found.layers if row.is_same]
+    changed = [row for row in difference.layers if not row.is_same]
+    unchanged = [row for row in difference.layers if row.is_same]
     if changed:
         lines += [Table.of(_LAYERS, changed), legend()]
     if unchanged:
@@ -109,5 +109,7 @@ def _layers(found: PlanDifference) -> Section:
         growth = {name: _total_growth(unchanged, field) for name, field in _FIELDS.items()}
         totals = ", ".join(f"{name} {text}" for name, text in growth.items() if text != "=")
         lines.append(f"  {count} layers keep their strategy" + (f": {totals}" if totals else ""))
-    lines += [f"  only before: {name}" for name in found.removed] + [f"  only after: {name}" for name in found.added]
+    lines += [f"  only before: {name}" for name in difference.removed] + [
+        f"  only after: {name}" for name in difference.added
+    ]
     return lines

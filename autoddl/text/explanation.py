@@ -81,7 +81,7 @@ class _Row:
 
     name: str
     strategy: str
-    why: str = ""
+    remark: str = ""
     regret: str = ""
     relative: str = ""
 
@@ -91,7 +91,7 @@ _CHOICES: tuple[Column[_Row], ...] = (
     Column("strategy", lambda row: row.strategy),
     Column("regret", lambda row: row.regret, right=True),
     Column("", lambda row: row.relative, right=True, rank=1, name="regret as a part of the step"),
-    Column("what it spends more on; what changes with it", lambda row: row.why, wraps=True),
+    Column("what it spends more on; what changes with it", lambda row: row.remark, wraps=True),
 )
 
 

@@ -32,23 +32,23 @@ from .trust import trust_section
 __all__ = ["heading_section", "notes_section", "plan_text"]
 
 
-def plan_text(found: PlanResult, trusted: PlanTrust | None = None) -> Text:
+def plan_text(result: PlanResult, trusted: PlanTrust | None = None) -> Text:
     """Return the text of a planner's result.
 
     Args:
-        found: the result.
+        result: the result.
         trusted: how far the plan can be trusted on its calibrated cluster; None if the cluster is not calibrated.
     """
-    notes = [*found.graph.notes, *(trusted.notes if trusted else ()), *found.notes]
+    notes = [*result.graph.notes, *(trusted.notes if trusted else ()), *result.notes]
     return Text(
         (
-            _heading(found),
-            _stages(found.evaluation),
-            _layers(found.evaluation),
-            _totals(found),
-            _rivals(found),
-            _differences(found),
-            _certificate(found),
+            _heading(result),
+            _stages(result.evaluation),
+            _layers(result.evaluation),
+            _totals(result),
+            _rivals(result),
+            _differences(result),
+            _certificate(result),
             trust_section(trusted) if trusted else (),
             notes_section(notes),
         )
@@ -61,18 +61,18 @@ def notes_section(notes: Iterable[str]) -> Section:
     return ["Notes", *lines] if lines else []
 
 
-def _heading(found: PlanResult) -> Section:
-    configuration = found.configuration
+def _heading(result: PlanResult) -> Section:
+    configuration = result.configuration
     spec, mesh = configuration.schedule, configuration.mesh
-    if not found.evaluation.has_pipeline:
+    if not result.evaluation.has_pipeline:
         recomputed = "no recomputation" if configuration.stages[0].recompute == "none" else "activations recomputed"
-        lines = heading_section(found.graph, found.cluster, configuration.workload, f", {recomputed}")
-        if found.options.pipeline is None:
+        lines = heading_section(result.graph, result.cluster, configuration.workload, f", {recomputed}")
+        if result.options.pipeline is None:
             return lines
-        return [*lines, f"  one stage on all {found.cluster.num_devices} devices: no pipeline"]
+        return [*lines, f"  one stage on all {result.cluster.num_devices} devices: no pipeline"]
     shape = f"{mesh.num_devices} devices ({mesh})" if isinstance(mesh, StageMesh) else f"{mesh} devices"
     stages = f"{spec.num_stages} stages on {spec.num_workers} workers of {shape}; {spec.label}"
-    return [*heading_section(found.graph, found.cluster, configuration.workload), f"  {stages}"]
+    return [*heading_section(result.graph, result.cluster, configuration.workload), f"  {stages}"]
 
 
 def heading_section(graph: LayerGraph, cluster: Cluster, workload: Workload, more: str = "") -> Section:
@@ -250,36 +250,36 @@ _TOTALS_WITH_SHARES: tuple[Column[tuple[str, ...]], ...] = (
 )
 
 
-def _totals(found: PlanResult) -> Section:
-    workload, cluster, step_s = found.configuration.workload, found.cluster, found.evaluation.step_s
+def _totals(result: PlanResult) -> Section:
+    workload, cluster, step_s = result.configuration.workload, result.cluster, result.evaluation.step_s
     rate = workload.batch / step_s
     peak = cluster.num_devices * cluster.device.peak_flops[workload.precision]
-    utilisation = 3 * found.graph.flops * rate / peak
-    speed = f"{rate:,.1f} {found.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"
-    if not found.evaluation.has_pipeline:
-        return ["Per step", Table(_TOTALS, (("step", format_seconds(step_s), speed), *_device_totals(found)))]
-    rows = [("step", format_seconds(step_s), "", speed), *_pipeline_totals(found)]
-    if found.options.base.objective != "step":
-        rows.insert(1, ("minimised", format_seconds(found.cost), "", "a step in which nothing is computed"))
+    utilisation = 3 * result.graph.flops * rate / peak
+    speed = f"{rate:,.1f} {result.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"
+    if not result.evaluation.has_pipeline:
+        return ["Per step", Table(_TOTALS, (("step", format_seconds(step_s), speed), *_device_totals(result)))]
+    rows = [("step", format_seconds(step_s), "", speed), *_pipeline_totals(result)]
+    if result.options.base.objective != "step":
+        rows.insert(1, ("minimised", format_seconds(result.cost), "", "a step in which nothing is computed"))
     return ["Per step", Table(_TOTALS_WITH_SHARES, tuple(rows))]
 
 
-def _device_totals(found: PlanResult) -> Iterator[tuple[str, str, str]]:
+def _device_totals(result: PlanResult) -> Iterator[tuple[str, str, str]]:
     """The totals of a device without a pipeline, where all devices do the same."""
-    evaluation, (stage,) = found.evaluation, found.evaluation.stages
+    evaluation, (stage,) = result.evaluation, result.evaluation.stages
     yield "compute", format_seconds(evaluation.compute_s), ""
     sent = f"each device sends {format_bytes(evaluation.sent_bytes)}"
     yield "communication", format_seconds(evaluation.communication_s), sent
     parts = (
-        f"of {format_bytes(found.memory_limit_bytes)}: {format_bytes(stage.state_bytes)} parameters, gradients and "
+        f"of {format_bytes(result.memory_limit_bytes)}: {format_bytes(stage.state_bytes)} parameters, gradients and "
         f"optimizer, {format_bytes(stage.kept_bytes)} activations, {format_bytes(stage.buffer_bytes)} buffer"
     )
     yield "memory", format_bytes(evaluation.memory_bytes), parts
 
 
-def _pipeline_totals(found: PlanResult) -> Iterator[tuple[str, str, str, str]]:
+def _pipeline_totals(result: PlanResult) -> Iterator[tuple[str, str, str, str]]:
     """The times of the busiest worker, and the memory of the fullest device."""
-    evaluation, limit = found.evaluation, found.memory_limit_bytes
+    evaluation, limit = result.evaluation, result.memory_limit_bytes
     exposed = (
         f"{format_seconds(evaluation.exposed_transfer_s)} between stages, "
         f"{format_seconds(evaluation.exposed_all_reduce_s)} of gradients"
@@ -367,25 +367,25 @@ _FAMILIES: tuple[Column[_RivalRow], ...] = (
 )
 
 
-def _plan_figures(found: PlanResult) -> Rival:
+def _plan_figures(result: PlanResult) -> Rival:
     """The figures of the plan, for the first row of the table of rivals."""
-    pipeline, evaluation = found.options.pipeline, found.evaluation
+    pipeline, evaluation = result.options.pipeline, result.evaluation
     name = f"this plan ({PLANNERS[pipeline]})" if pipeline in PLANNERS else "AutoDDL"
     if pipeline is None:
         return Rival.of(name, evaluation, "")
-    return Rival.of(name, evaluation, describe(evaluation), lower_bound_s=(1 - found.gap) * evaluation.step_s)
+    return Rival.of(name, evaluation, describe(evaluation), lower_bound_s=(1 - result.gap) * evaluation.step_s)
 
 
-def _rivals(found: PlanResult) -> Section:
-    plan = _plan_figures(found)
+def _rivals(result: PlanResult) -> Section:
+    plan = _plan_figures(result)
     rows = [_RivalRow(plan, plan)]
     infeasible = []
-    for rival in found.rivals:
+    for rival in result.rivals:
         if rival.infeasible is None:
             rows.append(_RivalRow(rival, plan))
         else:
             infeasible.append(f"  {rival.name}: infeasible, {rival.infeasible}")
-    if found.options.pipeline is None:
+    if result.options.pipeline is None:
         return ["Compared with", Table.of(_BASELINES, rows), *infeasible]
     return ["Compared with the best of each family", Table.of(_FAMILIES, rows), *infeasible]
 
@@ -399,12 +399,12 @@ _PARTS = (
 )
 
 
-def _differences(found: PlanResult) -> Section:
+def _differences(result: PlanResult) -> Section:
     """A line for each rival, the fastest first: by which parts its step differs from the plan's."""
-    if found.options.pipeline is None:
+    if result.options.pipeline is None:
         return []
-    plan, lines = _plan_figures(found), []
-    feasible = [rival for rival in found.rivals if rival.infeasible is None]
+    plan, lines = _plan_figures(result), []
+    feasible = [rival for rival in result.rivals if rival.infeasible is None]
     for rival in sorted(feasible, key=lambda rival: rival.step_s):
         difference = rival.step_s - plan.step_s
         if abs(difference) <= 1e-9 * plan.step_s:
@@ -442,49 +442,49 @@ class _Phrases:
     better: str
 
 
-def _phrases(found: PlanResult) -> _Phrases:
-    objective, size = found.options.base.objective, found.considered.configurations
-    if found.options.pipeline is None:
+def _phrases(result: PlanResult) -> _Phrases:
+    objective, size = result.options.base.objective, result.considered.configurations
+    if result.options.pipeline is None:
         count = f"{size:,}" if size < 10**9 else f"10^{len(str(size)) - 1}"
         what = "communication time" if objective == "communication" else "step time"
         return _Phrases("assignment", f"{count} assignments", f"of strategies that fit has a smaller {what}", "better")
     count = f"{size:,}" if size < 10**9 else f"{size:.1e}"
-    smaller = "a shorter step" if objective == "step" else f"less communication than {format_seconds(found.cost)}"
+    smaller = "a shorter step" if objective == "step" else f"less communication than {format_seconds(result.cost)}"
     return _Phrases("configuration", f"{count} configurations", f"that fit has {smaller}", "faster")
 
 
-def _certificate(found: PlanResult) -> Section:
+def _certificate(result: PlanResult) -> Section:
     """What is proven about the plan, and what was searched."""
-    pipeline, phrases = found.options.pipeline, _phrases(found)
-    interrupted, remedy = ("interrupted, ", "") if found.is_interrupted else ("", f"; {_remedy(found)}")
+    pipeline, phrases = result.options.pipeline, _phrases(result)
+    interrupted, remedy = ("interrupted, ", "") if result.is_interrupted else ("", f"; {_remedy(result)}")
     if pipeline in PLANNERS:
         verdict = f"not proven: {interrupted}the plan of {PLANNERS[pipeline]}'s planner; pipeline='auto' searches more"
         return ["Certificate", f"  {verdict}"]
-    if found.optimal:
+    if result.optimal:
         verdict = f"proven: none of the {phrases.members} {phrases.smaller_cost}"
     else:
         verdict = (
-            f"not proven: {interrupted}the best {phrases.member} may be up to {found.gap:.2%} {phrases.better} "
-            f"(lower bound {format_seconds(found.lower_bound_s)}; {phrases.members}){remedy}"
+            f"not proven: {interrupted}the best {phrases.member} may be up to {result.gap:.2%} {phrases.better} "
+            f"(lower bound {format_seconds(result.lower_bound_s)}; {phrases.members}){remedy}"
         )
-    if found.left_out:
-        verdict += f"; {found.left_out}"
-    return ["Certificate", f"  {verdict}", *_search(found)]
+    if result.left_out:
+        verdict += f"; {result.left_out}"
+    return ["Certificate", f"  {verdict}", *_search(result)]
 
 
-def _remedy(found: PlanResult) -> str:
+def _remedy(result: PlanResult) -> str:
     """How to get a proof."""
-    return "raise time_limit_s" if found.options.base.method in ("exact", "exhaustive") else "use method='exact'"
+    return "raise time_limit_s" if result.options.base.method in ("exact", "exhaustive") else "use method='exact'"
 
 
-def _search(found: PlanResult) -> Iterator[str]:
+def _search(result: PlanResult) -> Iterator[str]:
     """What was searched, and how long it took."""
-    considered, duration = found.considered, format_seconds(found.search_s)
-    if found.options.pipeline is None:
+    considered, duration = result.considered, format_seconds(result.search_s)
+    if result.options.pipeline is None:
         settings = counted(considered.settings, "micro-batch setting")
-        taken_from = f", which found nothing better than {found.taken_from}" if found.taken_from else ""
+        taken_from = f", which found nothing better than {result.taken_from}" if result.taken_from else ""
         yield (
-            f"  {found.options.base.method} search, {duration}, {settings}{taken_from}; "
+            f"  {result.options.base.method} search, {duration}, {settings}{taken_from}; "
             "cost and memory recomputed from the layer graph"
         )
         return

@@ -17,31 +17,31 @@ from .tables import Block, Column, Section, Table, Text
 __all__ = ["verification_text"]
 
 
-def verification_text(found: Verification) -> Text:
+def verification_text(result: Verification) -> Text:
     """Return what ran, a table of the layers, the largest errors, the traffic of a step, and the verdict."""
-    return Text((_heading(found), _layers(found), _errors(found), _traffic(found), _verdict(found)))
+    return Text((_heading(result), _layers(result), _errors(result), _traffic(result), _verdict(result)))
 
 
-def _heading(found: Verification) -> Section:
-    schedule, workload = found.schedule, found.workload
+def _heading(result: Verification) -> Section:
+    schedule, workload = result.schedule, result.workload
     if schedule.num_stages == 1:
-        where = f"on {found.num_ranks} ranks ({' x '.join(f'{size} {name}' for name, size in found.levels)})"
+        where = f"on {result.num_ranks} ranks ({' x '.join(f'{size} {name}' for name, size in result.levels)})"
     else:
         have_equal_widths = len(set(schedule.widths)) == 1
         widths = str(schedule.widths[0]) if have_equal_widths else ", ".join(map(str, schedule.widths))
         where = f"in {schedule.num_stages} stages on {schedule.num_workers} workers of {widths} ranks, {schedule.name}"
     passes = f" in {workload.num_micro_batches} micro-batches" if workload.num_micro_batches > 1 else ""
-    lines: list[Block] = [f"{found.model} {where}, against one device"]
+    lines: list[Block] = [f"{result.model} {where}, against one device"]
     lines.append(f"  batch {workload.batch}{passes}, float32" + (", recomputed" if workload.recompute else ""))
-    if found.changes:
+    if result.changes:
         stages = "every layer" if schedule.num_stages == 1 else "every stage and layer"
         lines.append(f"  scaled down to fit this machine, {stages} at its planned strategy:")
-        changes = tuple((change.what, change.before, "->", change.after) for change in found.changes)
+        changes = tuple((change.what, change.before, "->", change.after) for change in result.changes)
         lines.append(Table(_CHANGES, changes, indent="    "))
-    lines += [f"  {note}" for note in found.notes]
-    if found.not_counted_because:
-        lines.append(f"  bytes were not counted: {found.not_counted_because}")
-        lines.append("  (the steps that ran are compared with the steps that are priced all the same)")
+    lines += [f"  {note}" for note in result.notes]
+    if result.not_counted_because:
+        lines.append(f"  bytes were not counted: {result.not_counted_because}")
+        lines.append("  (the steps that ran are still compared with the priced steps)")
     return lines
 
 
@@ -77,45 +77,45 @@ class _LayerRow:
         return _bytes_text(total_of([member.phases[name] for member in self.members]), self.tolerance)
 
 
-def _columns(found: Verification) -> tuple[Column[_LayerRow], ...]:
+def _columns(result: Verification) -> tuple[Column[_LayerRow], ...]:
     def to_price(row: _LayerRow) -> str:
-        return _deviation_text(total_of([member.total for member in row.members]), found.tolerance)
+        return _deviation_text(total_of([member.total for member in row.members]), result.tolerance)
 
     def mark(row: _LayerRow) -> str:
-        return "<- off" if found.is_off(row.members) else ""
+        return "<- off" if result.is_off(row.members) else ""
 
     stage: Column[_LayerRow] = Column("stage", lambda row: row.stages, right=True)
     return (
-        *([stage] if len(found.stages) > 1 else []),
+        *([stage] if len(result.stages) > 1 else []),
         Column("layer", lambda row: repeated(row.name, len(row.members))),
         Column("(p0,p1,p2)", lambda row: str(row.members[0].strategy), rank=1, name="strategy"),
-        *(Column(phase, methodcaller("phase", phase), right=True, rank=2) for phase in _phases(found)),
+        *(Column(phase, methodcaller("phase", phase), right=True, rank=2) for phase in _phases(result)),
         Column("to price", to_price, right=True),
-        Column("gradients", lambda row: _error_text(found.gradients_of(row.members)), right=True),
-        Column("parameters", lambda row: _error_text(found.parameters_of(row.members)), right=True),
+        Column("gradients", lambda row: _error_text(result.gradients_of(row.members)), right=True),
+        Column("parameters", lambda row: _error_text(result.parameters_of(row.members)), right=True),
         Column("", mark),
     )
 
 
-def _phases(found: Verification) -> Sequence[str]:
-    return [phase for phase in PHASES if phase in found.layers[0].phases]
+def _phases(result: Verification) -> Sequence[str]:
+    return [phase for phase in PHASES if phase in result.layers[0].phases]
 
 
-def _layers(found: Verification) -> Section:
-    what = "sent" if not found.not_counted_because else "predicted, not counted"
-    where = "by all ranks" if len(found.stages) == 1 else "inside the stage by its ranks"
-    of = "half a micro-batch" if slots_per_micro_batch(found.schedule) > 1 else "one micro-batch"
-    once = "; gradients once per step" if "gradient" in _phases(found) else ""
+def _layers(result: Verification) -> Section:
+    what = "sent" if not result.not_counted_because else "predicted, not counted"
+    where = "by all ranks" if len(result.stages) == 1 else "inside the stage by its ranks"
+    of = "half a micro-batch" if slots_per_micro_batch(result.schedule) > 1 else "one micro-batch"
+    once = "; gradients once per step" if "gradient" in _phases(result) else ""
     heading = f"Per layer: bytes {what} {where} (of {of}{once}), and the worst errors relative to one device"
-    return [heading, Table.of(_columns(found), _rows(found)), legend()]
+    return [heading, Table.of(_columns(result), _rows(result)), legend()]
 
 
-def _rows(found: Verification) -> list[_LayerRow]:
+def _rows(result: Verification) -> list[_LayerRow]:
     """The rows of the table of layers.  Neighbouring stages whose layers, numbers and strategies are equal share their rows."""
     # Each run of equal stages: their numbers, and the layers by place and strategy.
     runs: list[tuple[list[int], dict[object, list[LayerCheck]]]] = []
     signature: object = None
-    for number, stage in enumerate(found.stages):
+    for number, stage in enumerate(result.stages):
         groups: dict[object, list[LayerCheck]] = {}
         for layer in stage.layers:
             groups.setdefault((place(layer), layer.strategy), []).append(layer)
@@ -128,7 +128,7 @@ def _rows(found: Verification) -> list[_LayerRow]:
         else:
             runs.append(([number], groups))
     return [
-        _LayerRow(numbers[0], numbers[-1], place(members[0]), members, found.tolerance)
+        _LayerRow(numbers[0], numbers[-1], place(members[0]), members, result.tolerance)
         for numbers, groups in runs
         for members in groups.values()
     ]
@@ -161,18 +161,18 @@ def _error_text(checks: Sequence[ValueCheck]) -> str:
 _ERRORS: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(right=True), Column(wraps=True))
 
 
-def _errors(found: Verification) -> Section:
-    stale = "" if found.schedule.is_synchronous else ", those of stale weights"
-    losses = ", ".join(f"{value:.6g}" for _, value in found.losses)
-    rows = [(f"loss of {len(found.losses)} steps", f"{max(found.loss_errors):.1e}", losses)]
+def _errors(result: Verification) -> Section:
+    stale = "" if result.schedule.is_synchronous else ", those of stale weights"
+    losses = ", ".join(f"{value:.6g}" for _, value in result.losses)
+    rows = [(f"loss of {len(result.losses)} steps", f"{max(result.loss_errors):.1e}", losses)]
     for what, checks in (
-        (f"gradients of step {found.gradient_step}{stale}", found.gradients),
-        (f"parameters after {len(found.losses)} {found.workload.optimizer} steps", found.parameters),
+        (f"gradients of step {result.gradient_step}{stale}", result.gradients),
+        (f"parameters after {len(result.losses)} {result.workload.optimizer} steps", result.parameters),
     ):
         check = largest_error(checks)
         whose = "none" if check is None else f"{len(checks)} tensors; {check.name} on rank {check.rank}"
         rows.append((what, _error_text(checks), whose))
-    heading = f"Largest errors relative to {_reference(found)} (allowed: {found.tolerance.values:g})"
+    heading = f"Largest errors relative to {_reference(result)} (allowed: {result.tolerance.values:g})"
     return [heading, Table(_ERRORS, tuple(rows))]
 
 
@@ -184,26 +184,26 @@ _TRAFFIC: tuple[Column[tuple[str, ...]], ...] = (
 )
 
 
-def _traffic(found: Verification) -> Section:
-    num_steps, has_pipeline = found.schedule.num_updates, len(found.stages) > 1
+def _traffic(result: Verification) -> Section:
+    num_steps, has_pipeline = result.schedule.num_updates, len(result.stages) > 1
     rows: list[tuple[str, ...]] = [
-        ("inside stages" if has_pipeline else "inside layers", *_predicted([s.inside_bytes for s in found.stages])),
-        ("sums of gradients", *_predicted([s.gradient_bytes for s in found.stages])),
+        ("inside stages" if has_pipeline else "inside layers", *_predicted([s.inside_bytes for s in result.stages])),
+        ("sums of gradients", *_predicted([s.gradient_bytes for s in result.stages])),
     ]
-    between_stages = [("between stages", found.between)] if has_pipeline else []
-    for name, phase in (*between_stages, ("in all", found.step)):
+    between_stages = [("between stages", result.between)] if has_pipeline else []
+    for name, phase in (*between_stages, ("in all", result.step)):
         sent = "" if phase.sent_bytes is None else format_bytes(phase.sent_bytes)
-        rows.append((name, format_bytes(phase.predicted_bytes), sent, _deviation_text(phase, found.tolerance)))
-    allowed = f"{found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers"
+        rows.append((name, format_bytes(phase.predicted_bytes), sent, _deviation_text(phase, result.tolerance)))
+    allowed = f"{result.tolerance.relative_bytes:.0%}, and {format_bytes(result.tolerance.noise_bytes)} of barriers"
     lines: list[Block] = [
         ("A training step" if num_steps == 1 else f"{num_steps} training steps")
         + ", all ranks together"
-        + ("" if found.not_counted_because else f" (allowed: {allowed})"),
+        + ("" if result.not_counted_because else f" (allowed: {allowed})"),
         Table(_TRAFFIC, tuple(rows)),
     ]
-    largest = _largest_deviation(found)
+    largest = _largest_deviation(result)
     if largest is not None:
-        deviation = _deviation_text(largest.total, found.tolerance)
+        deviation = _deviation_text(largest.total, result.tolerance)
         lines.append(f"  the layer that is farthest from its price: {largest.name} ({deviation})")
     return lines
 
@@ -213,21 +213,21 @@ def _predicted(parts: Sequence[float]) -> tuple[str, str, str]:
     return format_bytes(sum(parts)), "", ""
 
 
-def _largest_deviation(found: Verification) -> LayerCheck | None:
+def _largest_deviation(result: Verification) -> LayerCheck | None:
     """The layer with the largest deviation, of those that send enough bytes; None if there is none."""
-    resolves = found.tolerance.resolves
-    resolved = [layer for layer in found.layers if layer.total.sent_bytes is not None and resolves(layer.total)]
+    resolves = result.tolerance.resolves
+    resolved = [layer for layer in result.layers if layer.total.sent_bytes is not None and resolves(layer.total)]
     return max(resolved, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
 
 
-def _verdict(found: Verification) -> Section:
-    duration = f"({found.seconds:.0f} s)"
-    if found.faults:
-        return [f"Off in {counted(len(found.faults), 'place')} {duration}", *(f"  {fault}" for fault in found.faults)]
-    traffic = "takes the steps that it promised" if found.not_counted_because else "sends what it promised"
-    return [f"Right: the plan computes what {_reference(found)} computes, and {traffic} {duration}"]
+def _verdict(result: Verification) -> Section:
+    duration = f"({result.seconds:.0f} s)"
+    if result.faults:
+        return [f"Off in {counted(len(result.faults), 'place')} {duration}", *(f"  {fault}" for fault in result.faults)]
+    traffic = "takes the steps that it promised" if result.not_counted_because else "sends what it promised"
+    return [f"Right: the plan computes what {_reference(result)} computes, and {traffic} {duration}"]
 
 
-def _reference(found: Verification) -> str:
+def _reference(result: Verification) -> str:
     """What the results are compared with."""
-    return "one device" if found.schedule.is_synchronous else "one device with the same delays"
+    return "one device" if result.schedule.is_synchronous else "one device with the same delays"
