@@ -66,7 +66,7 @@ def explain_stages(
     # Choices: group equal variables with equal strategies.
     groups = _equal_variables(problem, table.chosen)
     if layer is not None:
-        groups = _matching(problem, groups, _names_in_first(view.evaluation, stage_group.stages, layer))
+        groups = _groups_named(problem, groups, _names_in_first_stage(view.evaluation, stage_group.stages, layer))
     if not groups:
         return StageChoices(stage_group.title, stage_group.stages, (), None)
     # Search: hold one variable of each group at each of its options, and choose the others for the least cost of the table.
@@ -102,13 +102,13 @@ def _equal_variables(problem: Problem, chosen: tuple[int, ...]) -> list[tuple[in
     return [tuple(group) for group in groups.values()]
 
 
-def _names_in_first(evaluation: Evaluation, stages: Sequence[int], layer: str) -> set[str]:
+def _names_in_first_stage(evaluation: Evaluation, stages: Sequence[int], layer: str) -> set[str]:
     """The given name, and if it is a layer of one of these equal stages, the name of the same layer in the first stage."""
     names_by_stage = ([one.name for one in evaluation.stages[stage].graph.layers] for stage in stages)
     return {layer, *(names[0] for names in zip(*names_by_stage) if layer in names)}
 
 
-def _matching(problem: Problem, groups: Sequence[tuple[int, ...]], names: set[str]) -> list[tuple[int, ...]]:
+def _groups_named(problem: Problem, groups: Sequence[tuple[int, ...]], names: set[str]) -> list[tuple[int, ...]]:
     """The groups with one of these names; if there is none, the single variables with one of these names, or a layer of it."""
     named_groups = [group for group in groups if _group_name(problem, group) in names]
     return named_groups or [

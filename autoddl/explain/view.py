@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.documents import Fields
 from autoddl.pipelines.joint.evaluation import Evaluation
 
@@ -19,7 +20,7 @@ from .groups import StageGroup, stage_groups
 from .searched import Certificate, RivalFigures, StrategySpace, certificate_of, rivals_of, strategy_space_of
 from .steptime import StepPart, step_parts
 
-__all__ = ["PlanView", "view_of"]
+__all__ = ["PlanView", "plan_heading", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,7 @@ class PlanView:
     @property
     def heading(self) -> str:
         """Model, cluster, number of nodes and devices in one line."""
-        cluster = self.plan.cluster
-        nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
-        return f"{self.model} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}"
+        return plan_heading(self.model, self.plan.cluster)
 
     @property
     def rate(self) -> float:
@@ -135,6 +134,17 @@ class PlanView:
     def fastest_rival(self) -> RivalFigures | None:
         """The feasible rival with the shortest step; None if there is none."""
         return min((r for r in self.rivals if not r.infeasible), key=lambda rival: rival.step_s, default=None)
+
+
+def plan_heading(model: str, cluster: Cluster) -> str:
+    """Return model, cluster, number of nodes and devices in one line.
+
+    >>> from autoddl.costmodel.cluster import load_cluster
+    >>> plan_heading("gpt2", load_cluster("dgx-a100").resized(2, 8))
+    'gpt2 on dgx-a100: 2 nodes of 8 x NVIDIA A100 SXM4 80 GB'
+    """
+    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
+    return f"{model} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}"
 
 
 def view_of(plan: PlanFile, where: str = "the plan") -> PlanView:

@@ -24,6 +24,7 @@ from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.pipelines.joint.result import PlanResult, Rival
 
+from ..explain.view import plan_heading
 from ..trusting import PlanTrust
 from .layers import heading, layouts_of, legend, place, repeated
 from .tables import Column, Section, Table, Text
@@ -82,12 +83,11 @@ def heading_section(graph: LayerGraph, cluster: Cluster, workload: Workload, mor
         graph, cluster, workload: what the plan is for.
         more: text to append to precision and optimizer.
     """
-    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
     if workload.num_micro_batches == 1:
         passes = "one micro-batch"
     return [
-        f"{graph.name} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}",
+        plan_heading(graph.name, cluster),
         f"  {graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}{more}",
         f"  {workload.batch} {graph.sample}s per step in {passes}",
     ]
