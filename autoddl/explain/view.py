@@ -11,6 +11,8 @@ from functools import cached_property
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.evaluation import Evaluation
 
 from ..plandocument import NOT_CLAIMED
@@ -20,7 +22,7 @@ from .groups import StageGroup, stage_groups
 from .searched import Certificate, RivalFigures, StrategySpace, certificate_of, rivals_of, strategy_space_of
 from .steptime import StepPart, step_parts
 
-__all__ = ["PlanView", "plan_heading", "view_of"]
+__all__ = ["PlanView", "peak_share", "plan_heading", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,7 @@ class PlanView:
     @property
     def utilisation(self) -> float:
         """Model FLOP/s as a part of the peak FLOP/s of all devices; recomputation does not count."""
-        cluster, workload = self.plan.cluster, self.plan.workload
-        peak = cluster.num_devices * cluster.device.peak_flops[workload.precision]
-        return 3 * self.plan.graph.flops * self.rate / peak
+        return peak_share(self.plan.graph, self.plan.cluster, self.plan.workload, self.rate)
 
     @property
     def recomputation(self) -> str:
@@ -145,6 +145,15 @@ def plan_heading(model: str, cluster: Cluster) -> str:
     """
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     return f"{model} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}"
+
+
+def peak_share(graph: LayerGraph, cluster: Cluster, workload: Workload, rate: float) -> float:
+    """Return the model FLOP/s at a rate [samples/s] as a part of the peak FLOP/s of all devices.
+
+    Forward and backward pass count 3 times the FLOPs of the forward pass; recomputation does not count.
+    """
+    peak_flops = cluster.num_devices * cluster.device.peak_flops[workload.precision]
+    return 3 * graph.flops * rate / peak_flops
 
 
 def view_of(plan: PlanFile, where: str = "the plan") -> PlanView:

@@ -24,7 +24,7 @@ from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.pipelines.joint.result import PlanResult, Rival
 
-from ..explain.view import plan_heading
+from ..explain.view import peak_share, plan_heading
 from ..trusting import PlanTrust
 from .layers import heading, layouts_of, legend, place, repeated
 from .tables import Column, Section, Table, Text
@@ -251,10 +251,9 @@ _TOTALS_WITH_SHARES: tuple[Column[tuple[str, ...]], ...] = (
 
 
 def _totals(result: PlanResult) -> Section:
-    workload, cluster, step_s = result.configuration.workload, result.cluster, result.evaluation.step_s
+    workload, step_s = result.configuration.workload, result.evaluation.step_s
     rate = workload.batch / step_s
-    peak = cluster.num_devices * cluster.device.peak_flops[workload.precision]
-    utilisation = 3 * result.graph.flops * rate / peak
+    utilisation = peak_share(result.graph, result.cluster, workload, rate)
     speed = f"{rate:,.1f} {result.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"
     if not result.evaluation.has_pipeline:
         return ["Per step", Table(_TOTALS, (("step", format_seconds(step_s), speed), *_device_totals(result)))]
