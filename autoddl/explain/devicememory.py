@@ -13,7 +13,7 @@ __all__ = ["DeviceMemory", "device_memory"]
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one device, for a group of devices that use theirs alike [bytes].
+    """What the memory of one device is used for, for a group of devices with equal use [bytes].
 
     Attributes:
         title: the stages of the devices; ``each device`` if the plan has one stage.

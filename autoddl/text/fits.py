@@ -72,7 +72,7 @@ def _forms(fit: LevelFit) -> Section:
 
 @dataclass(frozen=True)
 class _ParameterRow:
-    """A row of the table of parameters: those of one collective and one size of groups.
+    """A row of the table of parameters: the parameters of one collective and one size of groups.
 
     Attributes:
         fit: the fit of the network level.
@@ -192,7 +192,7 @@ def crowding_remarks(fit: LevelFit) -> Iterable[str]:
 
 
 def _disturbance(fit: Fit, level: str) -> Iterable[str]:
-    """A line that says how many samples other processes disturbed, if these are at least 0.5 %."""
+    """A line with the share of samples that other processes disturbed, if the share is at least 0.5 %."""
     foreign_shares = [sample.foreign for sample in fit.samples if sample.level == level]
     disturbed = float(np.mean([share > UNDISTURBED for share in foreign_shares]))
     if disturbed >= 0.005:

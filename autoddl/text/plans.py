@@ -264,7 +264,7 @@ def _totals(result: PlanResult) -> Section:
 
 
 def _device_totals(result: PlanResult) -> Iterator[tuple[str, str, str]]:
-    """The totals of a device without a pipeline, where all devices do the same."""
+    """The totals of a device.  Without a pipeline they are the same for all devices."""
     evaluation, (stage,) = result.evaluation, result.evaluation.stages
     yield "compute", format_seconds(evaluation.compute_s), ""
     sent = f"each device sends {format_bytes(evaluation.sent_bytes)}"

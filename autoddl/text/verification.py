@@ -111,7 +111,7 @@ def _layers(result: Verification) -> Section:
 
 
 def _rows(result: Verification) -> list[_LayerRow]:
-    """The rows of the table of layers.  Neighbouring stages whose layers, numbers and strategies are equal share their rows."""
+    """The rows of the table of layers.  Neighbouring stages share their rows if layers and strategies are equal."""
     # Each run of equal stages: their numbers, and the layers by place and strategy.
     runs: list[tuple[list[int], dict[object, list[LayerCheck]]]] = []
     signature: object = None
@@ -214,7 +214,7 @@ def _predicted(parts: Sequence[float]) -> tuple[str, str, str]:
 
 
 def _largest_deviation(result: Verification) -> LayerCheck | None:
-    """The layer with the largest deviation, of those that send enough bytes; None if there is none."""
+    """The layer with the largest deviation, among the layers that send enough bytes to compare; None if there is none."""
     resolves = result.tolerance.resolves
     resolved = [layer for layer in result.layers if layer.total.sent_bytes is not None and resolves(layer.total)]
     return max(resolved, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
