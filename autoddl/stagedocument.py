@@ -68,7 +68,7 @@ def stage_facts(evaluation: Evaluation) -> dict[str, Any]:
                 "mesh": asdict(mesh.mesh_of(worker)),
                 "ranks": list(mesh.ranks(cluster, worker)),
                 "stages": [stage for _, stage in schedule.stages_on(worker)],
-                "memory_bytes": evaluation.memory[worker],
+                "memory_bytes": evaluation.worker_memory_bytes[worker],
             }
             for worker in range(schedule.num_workers)
         ],

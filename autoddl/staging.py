@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.limits import MAX_TRAINING_PASSES
-from autoddl.pipelines.joint.configuration import PERIODS, PipelineSchedule
+from autoddl.pipelines.joint.configuration import NUM_PERIODS, PipelineSchedule
 from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
@@ -23,7 +23,7 @@ from .planfile import PlanFile
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.stage.model import PlannedModel
 
-__all__ = ["make_schedule", "planned_model", "schedule_of_plan", "scheduling", "stage_plans"]
+__all__ = ["make_schedule", "planned_model", "schedule_arguments", "schedule_of_plan", "stage_plans"]
 
 
 def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
@@ -35,7 +35,7 @@ def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
     return tuple(result)
 
 
-def scheduling(plan: PlanFile) -> tuple[PipelineSchedule, tuple[int, ...], tuple[bool, ...]]:
+def schedule_arguments(plan: PlanFile) -> tuple[PipelineSchedule, tuple[int, ...], tuple[bool, ...]]:
     """Return the first three arguments of :func:`make_schedule` for a plan."""
     configuration = plan.evaluation.configuration
     recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
@@ -43,14 +43,14 @@ def scheduling(plan: PlanFile) -> tuple[PipelineSchedule, tuple[int, ...], tuple
 
 
 def schedule_of_plan(plan: PlanFile, num_steps: int | None = None) -> Schedule:
-    """Return the schedule of a plan: one step if it is synchronous, else ``num_steps`` steps (by default `PERIODS`).
+    """Return the schedule of a plan: one step if it is synchronous, else ``num_steps`` steps (by default `NUM_PERIODS`).
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64, micro_batch=32)
     >>> [str(task) for task in schedule_of_plan(plan).workers[0]]
     ['0F0', '0B0', '0F1', '0B1', '0A0', '0U0']
     """
-    return make_schedule(*scheduling(plan), num_steps or PERIODS)
+    return make_schedule(*schedule_arguments(plan), num_steps or NUM_PERIODS)
 
 
 def make_schedule(

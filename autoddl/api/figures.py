@@ -113,5 +113,5 @@ def stages_of(plan: PlanFile) -> Iterator[PlannedStage]:
             forward_s=figures.forward_s,
             backward_s=figures.backward_s + figures.recompute_s,
             all_reduce_s=figures.all_reduce_s,
-            memory_bytes=max(evaluation.memory[worker] for worker in workers),
+            memory_bytes=max(evaluation.worker_memory_bytes[worker] for worker in workers),
         )

@@ -84,7 +84,7 @@ def _worker_memory(evaluation: Evaluation, worker: int) -> tuple[float, float, f
             activations += num_in_flight * figures.input_bytes + figures.kept_bytes
         else:
             activations += num_in_flight * figures.kept_bytes
-    older_versions = max(0.0, evaluation.memory[worker] - state - activations - buffer)
+    older_versions = max(0.0, evaluation.worker_memory_bytes[worker] - state - activations - buffer)
     return state + older_versions, activations, buffer
 
 

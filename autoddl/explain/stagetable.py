@@ -24,7 +24,7 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
-from autoddl.pipelines.joint.evaluation import Evaluation, stage_workload
+from autoddl.pipelines.joint.evaluation import Evaluation, workload_of_stage
 
 from .searched import StrategySpace
 from .steptime import is_sequential
@@ -85,7 +85,7 @@ def stage_table(
     if not is_exact:
         # The stage may use its own memory and what is free on its fullest worker.
         workers = [replica.worker for replica in evaluation.schedule.replicas_of(stage)]
-        free_bytes = memory_limit_bytes - max(evaluation.memory[worker] for worker in workers)
+        free_bytes = memory_limit_bytes - max(evaluation.worker_memory_bytes[worker] for worker in workers)
         limit = problem.table.peak_memory(chosen) + max(0.0, free_bytes)
     return LayerChoices(problem, chosen, limit, is_exact)
 
@@ -97,7 +97,7 @@ def _priced_space(
     configuration, graph = evaluation.configuration, evaluation.stages[stage].graph.graph
     choice = configuration.stages[stage]
     devices = configuration.mesh_of(stage).devices(evaluation.cluster)
-    workload = stage_workload(configuration.workload, choice.recompute)
+    workload = workload_of_stage(configuration.workload, choice.recompute)
 
     def priced(space: StrategySpace) -> tuple[PriceBook, Problem, tuple[int, ...]]:
         book = PriceBook(graph, devices, workload, space.untied, space.summa)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoddl.pipelines.joint.evaluation import Evaluation, stage_workload
+from autoddl.pipelines.joint.evaluation import Evaluation, workload_of_stage
 
 from .resources import LOCAL, ResourceBook
 
@@ -70,7 +70,7 @@ def _busy_parts(evaluation: Evaluation, worker: int) -> list[StepPart]:
     total: np.ndarray | float = 0.0
     for pipeline, stage in evaluation.schedule.stages_on(worker):
         figures, choice = evaluation.stages[stage], configuration.stages[stage]
-        book = ResourceBook(figures.graph.graph, devices, stage_workload(configuration.workload, choice.recompute))
+        book = ResourceBook(figures.graph.graph, devices, workload_of_stage(configuration.workload, choice.recompute))
         passes = book.passes(choice.strategies)
         num_micro_batches = evaluation.micro_batches_of(worker, stage, pipeline)
         num_recomputed = num_micro_batches if figures.recompute_s else 0.0

@@ -204,7 +204,7 @@ class _PipelineWriter:
                 f"{stage}{f' of pipeline {pipeline}' if self.schedule.num_pipelines > 1 else ''}"
                 for pipeline, stage in self.schedule.stages_on(worker)
             )
-            memory = format_bytes(self.pipeline.memory[worker])
+            memory = format_bytes(self.pipeline.worker_memory_bytes[worker])
             remark = comment(f"worker {worker}{shown_devices}: stage {stages}; {memory} of memory per rank")
             start = f"{ranks.start}, " if ranks.start else ""
             lines.append(f"    range({start}{ranks.stop}),  {remark}")

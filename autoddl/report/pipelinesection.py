@@ -84,7 +84,7 @@ def _stage_table(evaluation: Evaluation) -> Markup:
                 seconds(figures.all_reduce_s),
                 number(f"{in_flight:g}", in_flight),
                 nbytes(evaluation.boundaries[stage - 1].nbytes) if stage else "data",
-                nbytes(max(evaluation.memory[worker] for worker in workers)),
+                nbytes(max(evaluation.worker_memory_bytes[worker] for worker in workers)),
             )
         )
     head = (

@@ -115,7 +115,7 @@ class _StageRow:
         """Peak memory of a device of the stages' fullest worker."""
         replicas = self.evaluation.schedule.replicas_of
         workers = [replica.worker for stage in range(self.first, self.last + 1) for replica in replicas(stage)]
-        return max(self.evaluation.memory[worker] for worker in workers)
+        return max(self.evaluation.worker_memory_bytes[worker] for worker in workers)
 
     @property
     def choice(self) -> StageChoice:
@@ -290,9 +290,8 @@ def _pipeline_totals(result: PlanResult) -> Iterator[tuple[str, str, str, str]]:
         ("bubble", evaluation.bubble_s, "it waits for other stages"),
     ):
         yield name, format_seconds(seconds), f"{seconds / evaluation.step_s:.1%}", remark
-    remark = (
-        f"of the {format_bytes(limit)} of the fullest device; the emptiest has {format_bytes(min(evaluation.memory))}"
-    )
+    least = format_bytes(min(evaluation.worker_memory_bytes))
+    remark = f"of the {format_bytes(limit)} of the fullest device; the emptiest has {least}"
     yield "memory", format_bytes(evaluation.memory_bytes), f"{evaluation.memory_bytes / limit:.0%}", remark
 
 

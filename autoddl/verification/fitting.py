@@ -27,7 +27,7 @@ from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
 from ..planfile import PlanFile
-from ..staging import make_schedule, scheduling, stage_plans
+from ..staging import make_schedule, schedule_arguments, stage_plans
 from ..zoo.builtin import BuiltIn
 from .scaling import Change, Limits, ScaledModel, StageConstraints, scale, without_stages
 from .task import MIN_STEPS
@@ -145,7 +145,7 @@ def _remaining_workers(plan: PlanFile, num_ranks: int) -> _RemainingWorkers:
     Raises:
         UserError: If no part of the plan's workers has this number of ranks.
     """
-    spec, widths, recomputing = scheduling(plan)
+    spec, widths, recomputing = schedule_arguments(plan)
     if sum(widths) == num_ranks:
         return _RemainingWorkers(tuple(range(spec.num_stages)), spec, widths, recomputing)
     if len(widths) == 1 or not 0 < num_ranks <= sum(widths):
@@ -233,7 +233,7 @@ def _remaining_model(
 
 
 def _cannot_fit(plan: PlanFile, num_ranks: int, reason: str) -> UserError:
-    widths = scheduling(plan)[1]
+    widths = schedule_arguments(plan)[1]
     workers = f"{len(widths)} workers of {', '.join(map(str, sorted(set(widths))))}"
     because = f" ({reason})" if reason else ""
     return UserError(

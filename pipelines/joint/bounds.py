@@ -2,7 +2,7 @@
 
 A *linear bound* has a weight w >= 0 for each term of the step (:class:`autoddl.pipelines.stepgraph.Terms`: forward, backward,
 recomputation and all-reduce of each stage, forward and backward transfer over each boundary), such that the sum of weights times
-seconds is at most the step of every plan of the setting.  :func:`least_of_cuts` minimises such a sum over all cuts, by dynamic
+seconds is at most the step of every plan of the setting.  :func:`least_over_cuts` minimises such a sum over all cuts, by dynamic
 programming over stages and units.  A stage takes at least the sum of what each of its units takes at the bound's weights
 (:mod:`.unit_bounds`).
 
@@ -55,14 +55,14 @@ from ..stepgraph import Terms
 from .configuration import PipelineSchedule
 
 __all__ = [
-    "balance",
+    "balance_weights",
     "bound_class",
+    "estimated_step_weights",
     "fill_and_drain",
     "homes",
-    "least_of_cuts",
+    "least_over_cuts",
     "micro_batches_per_pipeline",
     "placement_of",
-    "promise",
     "worker_loads",
 ]
 
@@ -109,7 +109,7 @@ def micro_batches_per_pipeline(num_workers: int, num_micro_batches: int, num_pip
     return tuple(in_rounds + each + (pipeline < extra) for pipeline in range(num_pipelines))
 
 
-def balance(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
+def balance_weights(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
     """Return the weights of the balance bound (1).
 
     Args:
@@ -174,7 +174,7 @@ def fill_and_drain(spec: PipelineSchedule) -> np.ndarray:
     return weights
 
 
-def promise(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
+def estimated_step_weights(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
     """Return weights that estimate the step of a plan whose workers have equal loads; they are no bound.
 
     The estimate is the work of one worker, and its idle time while a schedule of this kind fills and drains.
@@ -226,11 +226,14 @@ def worker_loads(spec: PipelineSchedule) -> list[np.ndarray]:
 
 
 def bound_class(spec: PipelineSchedule) -> tuple[object, ...]:
-    """Return a key of the kind of schedule: :func:`balance` depends on the key, the numbers of micro-batches and devices alone."""
+    """Return a key of the kind of schedule.
+
+    :func:`balance_weights` depends only on the key, the number of micro-batches and the numbers of devices.
+    """
     return spec.name == "gems", spec.synchronous, spec.splits_backward, spec.groups, spec.num_pipelines
 
 
-def least_of_cuts(of_units: np.ndarray, after: np.ndarray) -> np.ndarray:
+def least_over_cuts(of_units: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return the least sum over all cuts of a chain in stages of one unit or more.
 
     The dynamic programme over stages and units takes O(stages * units) steps for each element of the leading dimensions.
@@ -244,7 +247,7 @@ def least_of_cuts(of_units: np.ndarray, after: np.ndarray) -> np.ndarray:
         The least sums, shape (...).
 
     >>> of_units = np.array([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])  # two stages, three units
-    >>> float(least_of_cuts(of_units, np.array([[0.0, 3.0, 0.5, 0.0]])))  # units 0 and 1 in the first stage: 3 + 0.5 + 1
+    >>> float(least_over_cuts(of_units, np.array([[0.0, 3.0, 0.5, 0.0]])))  # units 0 and 1 in the first stage: 3 + 0.5 + 1
     4.5
     """
     num_stages, num_units = of_units.shape[-2:]

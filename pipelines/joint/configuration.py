@@ -27,7 +27,7 @@ __all__ = ["RECOMPUTATIONS", "Configuration", "PipelineSchedule", "StageChoice",
 RECOMPUTATIONS = ("none", "layers", "stage")
 
 #: Number of simulated update periods of an asynchronous schedule.  The middle third is its steady state.
-PERIODS = 6
+NUM_PERIODS = 6
 
 Option = Union[int, str]
 
@@ -100,7 +100,7 @@ class PipelineSchedule:
         self,
         width: int | tuple[int, ...],
         recomputing: tuple[bool, ...],
-        num_steps: int = PERIODS,
+        num_steps: int = NUM_PERIODS,
         most_passes: int = MAX_PASSES,
     ) -> Schedule:
         """Generate and validate the schedule.

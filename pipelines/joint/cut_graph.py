@@ -29,17 +29,17 @@ from autoddl.search.fronts import TooManyError
 
 from ..stepgraph import Terms
 from .boundary import boundary_of
-from .bounds import least_of_cuts, placement_of
+from .bounds import least_over_cuts, placement_of
 from .cut_regions import impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
-from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, joined
+from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
 
-__all__ = ["PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
+__all__ = ["MEMORY_PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
 
 #: Prices of a byte that bounds try, for a stage of mean weight: as parts of a step per memory limit.
-PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
+MEMORY_PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +138,9 @@ class CutGraph:
         self.spec = setting.schedule
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
         self.passes: tuple[Passes, ...] = explorer.passes(setting)
-        self.stage_searches: tuple[StageSearch, ...] = tuple(explorer.stages(mesh) for mesh in setting.meshes)
+        self.stage_searches: tuple[StageSearch, ...] = tuple(explorer.stage_search(mesh) for mesh in setting.meshes)
         self.stage_demands = [StageDemand(k, v) for k, v in zip(demand.in_flight, demand.versions)]
-        self.is_alone = all(len(held) == 1 for held in demand.homes)
+        self.has_one_stage_per_worker = all(len(held) == 1 for held in demand.homes)
         self.terms = Terms(self.num_stages)
         self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)
         self.limit_bytes = explorer.limit_bytes
@@ -152,7 +152,7 @@ class CutGraph:
         self._in_flight = np.array(demand.in_flight)
         #: Per stage its bytes of state with all weight versions, as a multiple of the state with one version.
         self._state_factors = np.array(
-            [1 + (v - 1) * one.per_version for v, one in zip(demand.versions, self.stage_searches)]
+            [1 + (v - 1) * one.weights_per_state for v, one in zip(demand.versions, self.stage_searches)]
         )
         #: Stages of equal rectangles and passes, by (first stage on the rectangle, passes).
         self._equal_stages: dict[tuple[int, Passes], list[int]] = {}
@@ -282,7 +282,7 @@ class CutGraph:
         return ("none",) if "none" in self.recomputations else self.recomputations
 
     def price_grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
-        """Return vectors of prices of a byte for each stage, from 0 to the largest of :data:`PRICES`.
+        """Return vectors of prices of a byte for each stage, from 0 to the largest of :data:`MEMORY_PRICES`.
 
         Args:
             weights: Weights of the terms; a byte costs more at a stage whose seconds have more weight.
@@ -290,7 +290,7 @@ class CutGraph:
         """
         busy = weights[self.terms.forward] + weights[self.terms.backward]
         unit_price = step_s / self.limit_bytes * busy / (busy.mean() or 1.0)
-        return (0.0 * unit_price, *(part * unit_price for part in PRICES))
+        return (0.0 * unit_price, *(part * unit_price for part in MEMORY_PRICES))
 
     def _least_of_units(self, recompute: str, vector_weights: np.ndarray) -> np.ndarray | None:
         """Return the least weighted sum of each unit at each stage.
@@ -304,15 +304,17 @@ class CutGraph:
         """
         least = np.empty((*vector_weights.shape[:-1], self.num_units))
         for (number, passes), stages in self._equal_stages.items():
-            own, units = vector_weights[..., stages, :], self.stage_searches[number].units
+            own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
             rows = own.reshape(-1, own.shape[-1])
-            values = units.least(recompute == "layers", passes.replicas, passes.micro_batch, passes.part, rows)
+            values = units.least(recompute == "layers", passes.replicas, passes.micro_batch, passes.smallest_pass, rows)
             if values is None:
                 return None
             least[..., stages, :] = values.reshape(*own.shape[:-1], self.num_units)
         return least
 
-    def quick(self, bound: Bound, threshold: float, parts: Sequence[float] = (0.0, *PRICES)) -> float:
+    def least_over_all_cuts(
+        self, bound: Bound, threshold: float, parts: Sequence[float] = (0.0, *MEMORY_PRICES)
+    ) -> float:
         """Return the least of a bound over all cuts, from units alone and with one price of a byte for all stages.
 
         Args:
@@ -336,12 +338,12 @@ class CutGraph:
                 return np.inf
             least = np.minimum(least, values)
         constants = prices * float((self.limit_bytes / self._stages_on_worker).sum())
-        return max(0.0, float((least_of_cuts(least, crossing * self._transfers) - constants).max()))
+        return max(0.0, float((least_over_cuts(least, crossing * self._transfers) - constants).max()))
 
     def _entering_bytes(self, stage: int) -> np.ndarray:
         """Bytes per device of the tensor that enters a stage, for one micro-batch, by the stage's first unit; shape (units,)."""
         size, devices = self.setting.micro_batch, self.setting.meshes[stage].num_devices
-        return np.asarray(size * self.explorer.workload.itemsize / devices * self.explorer.chain.entering[:-1])
+        return np.asarray(size * self.explorer.workload.itemsize / devices * self.explorer.chain.entering_elements[:-1])
 
     def arc_costs(self, bound: Bound) -> list[np.ndarray]:
         """Return what every arc costs at least in a bound, with the transfers over the boundary behind it.
@@ -450,8 +452,10 @@ class CutGraph:
             in_flight = np.ones(self.num_stages) if recompute == "stage" else self._in_flight
             bytes_factors = np.column_stack([self._state_factors, in_flight])
             for (number, passes), stages in self._equal_stages.items():
-                own, units = vector_weights[stages], self.stage_searches[number].units
-                each = units.least_vectors(recompute == "layers", passes.replicas, passes.micro_batch, passes.part, own)
+                own, units = vector_weights[stages], self.stage_searches[number].unit_bounds
+                each = units.least_vectors(
+                    recompute == "layers", passes.replicas, passes.micro_batch, passes.smallest_pass, own
+                )
                 if each is None:
                     return None
                 value = np.einsum("suc,sc->su", each, own)
@@ -492,7 +496,7 @@ class CutGraph:
         after = self.crossing_costs(bound.weights)
         for boundary, (first, last) in enumerate(ranges):
             after[boundary, :first] = after[boundary, last + 1 :] = np.inf
-        return float(least_of_cuts(of_units, after)) - sum(self.price_of_limits(price) for price in bound.prices)
+        return float(least_over_cuts(of_units, after)) - sum(self.price_of_limits(price) for price in bound.prices)
 
     # --------------------------------------------------------------------------------------------- bounds of arcs by rows
 
@@ -539,11 +543,19 @@ class CutGraph:
         parts: list[StageFront] = []
         for recompute in self.recomputations:
             part = search.rows(
-                first, stop, recompute, passes, demand, wanted, self.limit_bytes, not self.is_alone, has_sides
+                first,
+                stop,
+                recompute,
+                passes,
+                demand,
+                wanted,
+                self.limit_bytes,
+                not self.has_one_stage_per_worker,
+                has_sides,
             )
             if part is not None and len(part):
                 parts.append(part)
-        rows = joined(parts) if parts else _NO_ROWS
+        rows = concatenated_fronts(parts) if parts else _NO_ROWS
         any_layout = np.full(len(rows), -1)
         entry = exit_ = any_layout
         if parts and has_sides:

@@ -13,7 +13,7 @@ import numpy as np
 from ..stepgraph import StepGraph
 from .cut_graph import CutGraph
 from .cut_regions import Cut, cut_at
-from .explorer import SAME
+from .explorer import RELATIVE_TOLERANCE
 
 __all__ = ["MAX_NODES", "locally_improved", "times_of_cuts", "times_of_even_cut"]
 
@@ -98,7 +98,7 @@ def locally_improved(cut_graph: CutGraph, graph: StepGraph, cut: Cut, vectors: n
         cuts = np.stack([stops - moved, stops], axis=2)
         steps = graph.steps(times_of_cuts(cut_graph, cuts.tolist(), vectors))
         least = int(steps.argmin())
-        if steps[least] >= best_s * (1 - SAME):
+        if steps[least] >= best_s * (1 - RELATIVE_TOLERANCE):
             break
         best_s, sizes = float(steps[least]), np.array(moved[least])
     return cut_at(np.cumsum(sizes).tolist()[:-1], cut_graph.num_units)

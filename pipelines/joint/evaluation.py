@@ -43,7 +43,7 @@ from .configuration import Configuration, PipelineSchedule, StageChoice
 from .meshes import Meshes, StageMesh
 from .partition import ENTRY, Chain, StageGraph
 
-__all__ = ["Evaluation", "StageFigures", "evaluate", "evaluate_unpipelined", "stage_workload", "step_of"]
+__all__ = ["Evaluation", "StageFigures", "evaluate", "evaluate_unpipelined", "step_of", "workload_of_stage"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Evaluation:
         boundaries: Transfer times between neighbouring stages; shape (stages - 1,).
         schedule: The generated schedule.
         times: Task times for the simulator.
-        memory: Per worker, peak bytes of each of its devices.
+        worker_memory_bytes: Per worker, peak bytes of each of its devices.
         in_flight: Per stage, the largest number of its micro-batches in flight on each of its workers.
     """
 
@@ -127,7 +127,7 @@ class Evaluation:
     boundaries: tuple[Boundary, ...]
     schedule: Schedule
     times: Times
-    memory: tuple[float, ...]
+    worker_memory_bytes: tuple[float, ...]
     in_flight: tuple[tuple[float, ...], ...]
 
     @cached_property
@@ -180,7 +180,7 @@ class Evaluation:
     @property
     def memory_bytes(self) -> float:
         """Peak memory of the fullest device."""
-        return max(self.memory)
+        return max(self.worker_memory_bytes)
 
     @cached_property
     def busiest(self) -> int:
@@ -311,7 +311,7 @@ def step_of(spec: PipelineSchedule, timeline: Timeline) -> float:
     return steady_state(timeline).period * spec.num_micro_batches / timeline.schedule.update_period
 
 
-def stage_workload(workload: Workload, recompute: str) -> Workload:
+def workload_of_stage(workload: Workload, recompute: str) -> Workload:
     """Return the workload that a stage with a way of recomputation is priced for."""
     return replace(workload, recompute=recompute == "layers")
 
@@ -419,7 +419,7 @@ def evaluate_unpipelined(
 
 def _assess(graph: StageGraph, devices: Cluster, workload: Workload, choice: StageChoice) -> Assessment:
     """The assessment of a stage's layers, without the entry."""
-    assessment = assess(graph.graph, devices, stage_workload(workload, choice.recompute), choice.strategies)
+    assessment = assess(graph.graph, devices, workload_of_stage(workload, choice.recompute), choice.strategies)
     return Assessment(assessment.layers[1:]) if graph.has_entry else assessment
 
 

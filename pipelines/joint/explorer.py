@@ -36,10 +36,10 @@ from .space import schedules
 from .stage_cost import Pricing, Replicas
 from .stage_search import MakeStages, Passes, StageSearch
 
-__all__ = ["SAME", "Explorer", "Setting"]
+__all__ = ["RELATIVE_TOLERANCE", "Explorer", "Setting"]
 
 #: Relative difference of steps that counts as equal.
-SAME = 1e-9
+RELATIVE_TOLERANCE = 1e-9
 #: Number of cached step graphs; a graph of 10,000 tasks takes about 1 MiB.
 _MAX_GRAPHS = 96
 #: Number of passes of micro-batches through stages from which a schedule has a condensed graph.
@@ -74,7 +74,7 @@ class Setting:
         return tuple(mesh.num_devices for mesh in self.meshes)
 
     @cached_property
-    def part(self) -> int:
+    def smallest_pass(self) -> int:
         """Samples of the smallest pass of the schedule: a micro-batch, or half of it; 0 if an odd micro-batch would be halved."""
         if not self.schedule.halves_backwards:
             return self.micro_batch
@@ -148,10 +148,10 @@ class Explorer:
         """Number of searches of stages so far."""
         return sum(stages.num_searches for stages in self._stages.values())
 
-    def stages(self, mesh: StageMesh) -> StageSearch:
+    def stage_search(self, mesh: StageMesh) -> StageSearch:
         """The search of all stages on one rectangle."""
         if mesh not in self._stages:
-            share_with = None if self._share_with is None else self._share_with.stages(mesh)
+            share_with = None if self._share_with is None else self._share_with.stage_search(mesh)
             self._stages[mesh] = self._make(
                 self.chain, mesh, self.cluster, self.workload, self.pricing, share_with, self.stop
             )
@@ -179,10 +179,10 @@ class Explorer:
             for size in divisors(self.workload.batch) if micro_batch is None else [micro_batch]:
                 for spec in schedules(depth, self.workload.batch // size, self.chain.num_units, stale, equal):
                     setting = Setting(mesh, spec, size)
-                    if setting.part and allowed(spec):
+                    if setting.smallest_pass and allowed(spec):
                         yield setting
 
-    def demand(self, spec: PipelineSchedule) -> MemoryDemand | None:
+    def memory_demand(self, spec: PipelineSchedule) -> MemoryDemand | None:
         """The memory demand of a schedule; None if the schedule cannot be generated."""
         if spec not in self._demands:
             try:
@@ -264,7 +264,7 @@ class Explorer:
         """Per stage, the samples of its passes and the workers that hold its weights."""
         spec = setting.schedule
         if spec.num_pipelines == 1:
-            return (Passes(setting.micro_batch, setting.part, Replicas()),) * spec.num_stages
+            return (Passes(setting.micro_batch, setting.smallest_pass, Replicas()),) * spec.num_stages
         key = (setting.mesh, spec.num_pipelines)
         if key not in self._replicas:
             holders: list[list[int]] = [[] for _ in range(spec.num_stages)]
@@ -274,7 +274,7 @@ class Explorer:
             self._replicas[key] = tuple(
                 Replicas(len(workers), setting.mesh.share_nodes(self.cluster, tuple(workers))) for workers in holders
             )
-        return tuple(Passes(setting.micro_batch, setting.part, replicas) for replicas in self._replicas[key])
+        return tuple(Passes(setting.micro_batch, setting.smallest_pass, replicas) for replicas in self._replicas[key])
 
     def least_transfers(self, setting: Setting) -> np.ndarray:
         """Lower bounds on the seconds of one transfer over every boundary, whatever the layouts.
@@ -286,7 +286,7 @@ class Explorer:
         placement = placement_of(spec.num_workers, spec.groups, spec.num_pipelines)
         key = (setting.mesh, setting.micro_batch, spec.groups, spec.num_pipelines)
         if key not in self._transfers:
-            nbytes = setting.micro_batch * self.workload.itemsize * self.chain.entering
+            nbytes = setting.micro_batch * self.workload.itemsize * self.chain.entering_elements
             transfers = np.zeros((spec.num_stages - 1, self.chain.num_units + 1))
             known: dict[object, np.ndarray] = {}
             for b, ends in enumerate(zip(setting.meshes, setting.meshes[1:])):

@@ -15,7 +15,7 @@ import numpy as np
 
 from .cut_graph import CutGraph
 from .cut_regions import Cut
-from .stage_search import StageFront, joined
+from .stage_search import StageFront, concatenated_fronts
 
 __all__ = ["fitting_rows"]
 
@@ -45,13 +45,13 @@ def fitting_rows(
     candidates = _candidates(cut_graph, cut, weights, step_s)
     if candidates is None:
         return None
-    if cut_graph.is_alone:
+    if cut_graph.has_one_stage_per_worker:
         # The worker has the whole memory for this stage, so its best row that fits is a candidate, too.
         for stage, (first, stop) in enumerate(cut):
             row = _cheapest_row(cut_graph, stage, first, stop, weights[stage].tolist())
             if row is None:
                 return None
-            candidates[stage] = joined([candidates[stage], row])
+            candidates[stage] = concatenated_fronts([candidates[stage], row])
     selection = _RowSelection(cut_graph, cut, candidates, weights)
     if not selection.fit():
         return None
@@ -106,7 +106,7 @@ def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: floa
         parts = [rows for rows in hulls if rows is not None]
         if not parts:
             return None
-        candidates.append(joined(parts))
+        candidates.append(concatenated_fronts(parts))
     return candidates
 
 

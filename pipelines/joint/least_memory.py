@@ -51,7 +51,7 @@ def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: Dead
         if deadline.is_over:
             is_proven = False
             break
-        demand = explorer.demand(setting.schedule)
+        demand = explorer.memory_demand(setting.schedule)
         search = None if demand is None else _SettingMemory(explorer, setting, demand)
         bound = math.inf if search is None else search.bound_by_units()
         if search is not None and math.isfinite(bound):
@@ -87,13 +87,15 @@ class _SettingMemory:
         """Return a lower bound on what any cut needs, by its units; infinite if some layer has no strategy."""
         explorer, num_units, num_stages = self.explorer, self.explorer.chain.num_units, self.setting.schedule.num_stages
         for stage, (mesh, passes) in enumerate(zip(self.setting.meshes, self.passes)):
-            search, demand = explorer.stages(mesh), self._stage_demand(stage)
+            search, demand = explorer.stage_search(mesh), self._stage_demand(stage)
             best = np.full((num_units + 1, num_units + 1), np.inf)
             for recompute in self.recomputations:
                 counts, _ = search.memory_of(0, 1, recompute, passes, demand)
                 weights = np.array([[0.0, 0.0, 0.0, *counts]])
                 is_by_layer = recompute == "layers"
-                least = search.units.least(is_by_layer, passes.replicas, passes.micro_batch, passes.part, weights)
+                least = search.unit_bounds.least(
+                    is_by_layer, passes.replicas, passes.micro_batch, passes.smallest_pass, weights
+                )
                 if least is None:
                     return math.inf
                 sums = np.concatenate([[0.0], np.cumsum(least[0])])
@@ -150,7 +152,7 @@ class _SettingMemory:
     def _bytes_of(self, stage: int, first: int, stop: int, has_buffer: bool = True) -> float:
         """Return the least bytes of a stage, with or without its largest buffer."""
         search, passes, demand = (
-            self.explorer.stages(self.setting.meshes[stage]),
+            self.explorer.stage_search(self.setting.meshes[stage]),
             self.passes[stage],
             self._stage_demand(stage),
         )

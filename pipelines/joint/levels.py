@@ -30,7 +30,7 @@ from .cut_graph import Bound, CutGraph
 from .cut_regions import bottleneck_cut
 from .unit_bounds import ROUNDING
 
-__all__ = ["least_level"]
+__all__ = ["bottleneck_bound"]
 
 #: Largest number of partial cuts of a stage; with more the search is given up.
 _MAX_PARTIAL_CUTS = 20_000
@@ -38,7 +38,7 @@ _MAX_PARTIAL_CUTS = 20_000
 _GRID_STEPS = 4000
 
 
-def least_level(cut_graph: CutGraph, threshold: float) -> float:
+def bottleneck_bound(cut_graph: CutGraph, threshold: float) -> float:
     """Return a lower bound on the step of all plans of a setting, by the largest load of a worker.
 
     Args:
@@ -48,7 +48,7 @@ def least_level(cut_graph: CutGraph, threshold: float) -> float:
     Returns:
         The bound [s].  If workers have several stages, it is either ``threshold`` or 0.
     """
-    if cut_graph.is_alone:
+    if cut_graph.has_one_stage_per_worker:
         return _least_largest_load(cut_graph, threshold)
     return threshold if _exceeds_on_all_cuts(cut_graph, threshold) else 0.0
 

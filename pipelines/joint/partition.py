@@ -96,7 +96,7 @@ class Chain:
         return self.graph.layers[self.starts[first] : self.starts[stop]]
 
     @cached_property
-    def entering(self) -> np.ndarray:
+    def entering_elements(self) -> np.ndarray:
         """Elements per sample of the tensor that enters each unit from the previous one; 0 before the first unit and behind the
         last one; shape (units + 1,)."""
         inner = [self.graph.layers[start - 1].output_elements for start in self.starts[1:-1]]

@@ -28,11 +28,11 @@ import numpy as np
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
 from ..stepgraph import Terms
-from .bounds import balance, bound_class, least_of_cuts, promise
-from .cut_graph import PRICES, Bound, CutGraph
+from .bounds import balance_weights, bound_class, estimated_step_weights, least_over_cuts
+from .cut_graph import MEMORY_PRICES, Bound, CutGraph
 from .evaluation import Evaluation
-from .explorer import SAME, Explorer, Setting
-from .levels import least_level
+from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
+from .levels import bottleneck_bound
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
 from .stage_cost import Replicas
@@ -180,7 +180,7 @@ class Search:
     @property
     def limit_s(self) -> float:
         """A plan is better than the incumbent only if its cost is below this limit."""
-        return self.best_s * (1 - SAME)
+        return self.best_s * (1 - RELATIVE_TOLERANCE)
 
     @property
     def lower_bound_s(self) -> float:
@@ -228,7 +228,7 @@ class Search:
 
     def _first_bound(self, setting: Setting) -> float:
         """The bound by balance, which is the same for all schedules of one class."""
-        key = (setting.mesh, setting.micro_batch, setting.part, bound_class(setting.schedule))
+        key = (setting.mesh, setting.micro_batch, setting.smallest_pass, bound_class(setting.schedule))
         if key not in self._first_bounds:
             self._first_bounds[key] = _bound_by_balance(self.explorer, setting) * _ROUNDING
         return self._first_bounds[key]
@@ -361,7 +361,7 @@ def _time_slice(deadline: Deadline, seconds: float) -> Deadline:
 def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
     """The bound by balance, without memory, transfers and all-reduces; inf if some layer has no strategy."""
     terms = Terms(setting.schedule.num_stages)
-    weights = balance(setting.schedule, setting.widths)
+    weights = balance_weights(setting.schedule, setting.widths)
     forward, backward, recompute = (weights[part] for part in (terms.forward, terms.backward, terms.recompute))
     zero = np.zeros_like(forward)
     best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
@@ -372,14 +372,14 @@ def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
         )
         for mesh in dict.fromkeys(setting.meshes):
             stages = np.flatnonzero([other == mesh for other in setting.meshes])
-            units = explorer.stages(mesh).units
+            units = explorer.stage_search(mesh).unit_bounds
             least = units.least(
-                recomputation == "layers", Replicas(), setting.micro_batch, setting.part, vectors[stages]
+                recomputation == "layers", Replicas(), setting.micro_batch, setting.smallest_pass, vectors[stages]
             )
             if least is None:
                 return math.inf
             best[stages] = np.minimum(best[stages], least)
-    return float(least_of_cuts(best, np.zeros((terms.num_stages - 1, best.shape[1] + 1))))
+    return float(least_over_cuts(best, np.zeros((terms.num_stages - 1, best.shape[1] + 1))))
 
 
 def _bound_by_links(explorer: Explorer, setting: Setting) -> float:
@@ -399,28 +399,28 @@ def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> f
 
     Bounds that cannot matter once another one has reached the incumbent ``best_s`` are skipped.
     """
-    demand = explorer.demand(setting.schedule)
+    demand = explorer.memory_demand(setting.schedule)
     if demand is None:
         return math.inf
     if not math.isfinite(best_s):
         return 0.0
     cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
     bound_s = max(
-        cut_graph.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES),
+        cut_graph.least_over_all_cuts(Bound(balance_weights(setting.schedule, setting.widths)), best_s, MEMORY_PRICES),
         _bound_by_links(explorer, setting),
     )
-    if bound_s < best_s and cut_graph.is_alone:
-        bound_s = max(bound_s, least_level(cut_graph, best_s))
+    if bound_s < best_s and cut_graph.has_one_stage_per_worker:
+        bound_s = max(bound_s, bottleneck_bound(cut_graph, best_s))
     return bound_s * _ROUNDING
 
 
 def _bound_by_loads(explorer: Explorer, setting: Setting, best_s: float) -> float:
     """The bound by the loads of the workers, for schedules in which workers hold several stages; 0 for all others."""
-    demand = explorer.demand(setting.schedule)
+    demand = explorer.memory_demand(setting.schedule)
     cut_graph = None if demand is None else CutGraph(explorer, setting, explorer.recomputations, demand)
-    if cut_graph is None or cut_graph.is_alone:
+    if cut_graph is None or cut_graph.has_one_stage_per_worker:
         return 0.0
-    return least_level(cut_graph, best_s) * _ROUNDING
+    return bottleneck_bound(cut_graph, best_s) * _ROUNDING
 
 
 # ---- Estimates of one setting: no bounds -------------------------------------------------------------------------------
@@ -430,18 +430,22 @@ def _estimate(entry: _OpenSetting) -> float:
     """Estimate the step of a plan with equally loaded workers from the first bound of its setting."""
     spec, widths = entry.setting.schedule, entry.setting.widths
     forward = Terms(spec.num_stages).forward
-    return entry.bound_s * float(promise(spec, widths)[forward].sum() / balance(spec, widths)[forward].sum())
+    return entry.bound_s * float(
+        estimated_step_weights(spec, widths)[forward].sum() / balance_weights(spec, widths)[forward].sum()
+    )
 
 
 def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -> float:
     """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces."""
-    demand = explorer.demand(setting.schedule)
+    demand = explorer.memory_demand(setting.schedule)
     if demand is None:
         return math.inf
     # Recomputing layers takes about as long as recomputing stages, but needs tables of its own: skip it.
     recomputations = [name for name in explorer.recomputations if name != "layers"] or explorer.recomputations
     cut_graph = CutGraph(explorer, setting, recomputations, demand)
-    return cut_graph.quick(Bound(promise(setting.schedule, setting.widths)), step_s, (0.0, *PRICES))
+    return cut_graph.least_over_all_cuts(
+        Bound(estimated_step_weights(setting.schedule, setting.widths)), step_s, (0.0, *MEMORY_PRICES)
+    )
 
 
 def _estimate_by_simulation(explorer: Explorer, setting: Setting, step_s: float) -> float:
@@ -450,6 +454,6 @@ def _estimate_by_simulation(explorer: Explorer, setting: Setting, step_s: float)
     if not setting.schedule.synchronous:
         return step_s
     try:
-        return SettingSearch(explorer, setting, math.inf, Deadline(stop=explorer.stop)).level_s()
+        return SettingSearch(explorer, setting, math.inf, Deadline(stop=explorer.stop)).estimated_step_s()
     except UnsettledError:
         return step_s

@@ -54,13 +54,13 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.strategy import Strategy
 
 from ..stepgraph import StepGraph
-from .bounds import balance, worker_loads
+from .bounds import balance_weights, worker_loads
 from .cut_graph import Bound, CutGraph, TooManyError
 from .cut_program import TOLERANCE, CutProgram
 from .cut_regions import Cut, Region, bottleneck_cut, cheapest_cut, cut_at
 from .cut_times import MAX_NODES, locally_improved, times_of_cuts, times_of_even_cut
 from .evaluation import Evaluation
-from .explorer import SAME, Explorer, Setting
+from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
 from .fitting import fitting_rows
 from .relaxation import Relaxation, UnsolvedError
 from .row_search import RowSearch, Selection, TooManyStatesError
@@ -134,7 +134,7 @@ class SettingSearch:
     def __init__(
         self, explorer: Explorer, setting: Setting, known_s: float, deadline: Deadline, is_quick: bool = False
     ):
-        demand = explorer.demand(setting.schedule)
+        demand = explorer.memory_demand(setting.schedule)
         assert demand is not None
         self.explorer, self.setting, self.deadline, self.is_quick = explorer, setting, deadline, is_quick
         condensed = explorer.condensed_graph(setting)
@@ -162,7 +162,7 @@ class SettingSearch:
     @property
     def threshold(self) -> float:
         """Steps that are not below it are not better than the incumbent."""
-        return self.best_s * (1 - SAME)
+        return self.best_s * (1 - RELATIVE_TOLERANCE)
 
     def _is_settled(self, bound_s: float) -> bool:
         """Return whether plans with this lower bound are not better than the incumbent."""
@@ -211,7 +211,7 @@ class SettingSearch:
             if self.bound_s < self.threshold:
                 raise UnsettledError
 
-    def level_s(self) -> float:
+    def estimated_step_s(self) -> float:
         """Return an estimate of the step of a good plan of the setting; infinite if no fractional cut was found that fits.
 
         It is the step of a fractional cut with free redistributions: of the even cut if most units are equal, else of the best one
@@ -229,7 +229,7 @@ class SettingSearch:
         The paths are the balance bound and the workers' loads.  The columns are the cheapest ways to run units at several prices of
         memory, the last of which counts memory alone.
         """
-        balanced = balance(self.setting.schedule, self.setting.widths)
+        balanced = balance_weights(self.setting.schedule, self.setting.widths)
         for path in (balanced, *worker_loads(self.setting.schedule)):
             self._add_path(path, is_from_schedule=True)
         weights = np.maximum(balanced, 1e-3)
@@ -249,7 +249,11 @@ class SettingSearch:
         """Return about how many seconds a step takes, to scale prices of memory."""
         if math.isfinite(self.best_s):
             return self.best_s
-        return float(self.cut_graph.quick(Bound(np.maximum.reduce(worker_loads(self.setting.schedule))), 0.0, (0.0,)))
+        return float(
+            self.cut_graph.least_over_all_cuts(
+                Bound(np.maximum.reduce(worker_loads(self.setting.schedule))), 0.0, (0.0,)
+            )
+        )
 
     def _check_time(self) -> None:
         """Raise if the search should end.
@@ -354,7 +358,7 @@ class SettingSearch:
 
         An arc has one way of recomputation for all its units, and counts with the price of memory at which it costs the most.
         """
-        if not self.cut_graph.is_alone or self._is_settled(region_bound.least_s):
+        if not self.cut_graph.has_one_stage_per_worker or self._is_settled(region_bound.least_s):
             return region_bound
         weights, (price,) = region_bound.bound.weights, region_bound.bound.prices
         prices = (*self.cut_graph.price_grid(weights, self._approximate_step_s()), price / 2, price, 2 * price)
@@ -550,7 +554,7 @@ class SettingSearch:
         terms = self.cut_graph.terms
         weights = np.maximum.reduce(worker_loads(self.setting.schedule))
         prices = self.cut_graph.price_grid(weights, self._approximate_step_s())
-        bound = Bound(weights, prices if self.cut_graph.is_alone else prices[:1])
+        bound = Bound(weights, prices if self.cut_graph.has_one_stage_per_worker else prices[:1])
         _, cut = bottleneck_cut(self.cut_graph.arc_costs(bound))
         weights[terms.all_reduce] = 1.0
         if cut:

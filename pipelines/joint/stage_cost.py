@@ -274,7 +274,7 @@ class StageTables:
 
     def input_bytes(self, first: int, stop: int, micro_batch: int) -> float:
         """Bytes per device of the tensor that enters a stage, for one micro-batch."""
-        elements = float(self.chain.entering[first])
+        elements = float(self.chain.entering_elements[first])
         return micro_batch * elements * self.workload.itemsize / self.mesh.num_devices
 
 

@@ -83,12 +83,12 @@ class Passes:
 
     Attributes:
         micro_batch: Samples per micro-batch.
-        part: Samples of the smallest pass: a micro-batch, or half of it with Chimera's backward halving.
+        smallest_pass: Samples of the smallest pass: a micro-batch, or half of it with Chimera's backward halving.
         replicas: Workers that hold the stage's weights.
     """
 
     micro_batch: int
-    part: int
+    smallest_pass: int
     replicas: Replicas
 
 
@@ -149,7 +149,7 @@ class StageFront:
         return StageFront(times, memory, buffer, self.shared[rows], self.entry[rows], self.exit[rows], tuple(origin))
 
 
-def joined(parts: Sequence[StageFront]) -> StageFront:
+def concatenated_fronts(parts: Sequence[StageFront]) -> StageFront:
     """Concatenate the rows of several fronts."""
 
     def column(name: str) -> np.ndarray:
@@ -195,18 +195,20 @@ class StageSearch:
         self.tables: StageTables = (
             share_with.tables if share_with else StageTables(chain, mesh, cluster, workload, pricing)
         )
-        self.units: UnitBounds = share_with.units if share_with else UnitBounds(chain, self.tables)
+        self.unit_bounds: UnitBounds = share_with.unit_bounds if share_with else UnitBounds(chain, self.tables)
         #: Tables derived from stage tables, by table and arguments.
         self._derived: dict[object, VectorTable] = {}
         self._hulls: dict[object, StageFront | None] = {}
         self.num_searches = 0
         workload = self.tables.workload
         #: Bytes of one version of the weights, relative to a stage's state.
-        self.per_version = workload.itemsize / workload.bytes_per_parameter
+        self.weights_per_state = workload.itemsize / workload.bytes_per_parameter
 
     def table(self, first: int, stop: int, recompute: str, passes: Passes) -> StageTable | None:
         """The table of a stage; None if some layer has no strategy for these passes."""
-        return self.tables.table(first, stop, recompute == "layers", passes.micro_batch, passes.part, passes.replicas)
+        return self.tables.table(
+            first, stop, recompute == "layers", passes.micro_batch, passes.smallest_pass, passes.replicas
+        )
 
     def memory_of(
         self, first: int, stop: int, recompute: str, passes: Passes, demand: StageDemand
@@ -219,7 +221,7 @@ class StageSearch:
         num_kept, constant = demand.in_flight, 0.0
         if recompute == "stage":
             num_kept, constant = 1.0, demand.in_flight * self.tables.input_bytes(first, stop, passes.micro_batch)
-        return np.array([1 + (demand.versions - 1) * self.per_version, num_kept]), constant
+        return np.array([1 + (demand.versions - 1) * self.weights_per_state, num_kept]), constant
 
     def rows(
         self,

@@ -11,7 +11,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
-from autoddl.pipelines.joint.evaluation import evaluate, stage_workload
+from autoddl.pipelines.joint.evaluation import evaluate, workload_of_stage
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.result import Considered, JointOptions, PlanResult, Rival, unpipelined
@@ -66,7 +66,7 @@ def pipeline_plan(
     stages = []
     for first, how in zip(range(0, chain.num_units, 2), recompute):
         part = chain.stage(first, first + 2).graph
-        book = PriceBook(part, mesh.devices(cluster), stage_workload(workload, how))
+        book = PriceBook(part, mesh.devices(cluster), workload_of_stage(workload, how))
         problem = book.problem(workload.batch, workload.micro_batch)
         choice = solve(problem.table).choice
         assert choice is not None

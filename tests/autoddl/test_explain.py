@@ -212,7 +212,7 @@ def test_a_pipeline_adds_up(name, options):
     assert sum(part.seconds for part in view.parts) == pytest.approx(view.step_s, rel=1e-9)
     pipeline = view.evaluation
     fullest = max(view.memory, key=lambda memory: memory.total)
-    assert fullest.total == pytest.approx(max(pipeline.memory), rel=1e-9)
+    assert fullest.total == pytest.approx(max(pipeline.worker_memory_bytes), rel=1e-9)
     assert sum(memory.num_devices for memory in view.memory) == 4
     compute = sum(part.seconds for part in view.parts if part.kind == "compute")
     assert compute == pytest.approx(pipeline.compute_s, rel=1e-9)

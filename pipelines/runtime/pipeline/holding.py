@@ -147,7 +147,7 @@ def make_holding(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[St
             workers of its stage; or a worker has two consecutive stages with different layouts at their common boundary.
 
     >>> from autoddl.pipelines import generate
-    >>> holding = hold(generate("gpipe", num_stages=2, num_micro_batches=4, width=2), micro_batch_rows=6)
+    >>> holding = make_holding(generate("gpipe", num_stages=2, num_micro_batches=4, width=2), micro_batch_rows=6)
     >>> holding.block(rank=3, stage=1, is_leaving=False).rows
     range(3, 6)
     """

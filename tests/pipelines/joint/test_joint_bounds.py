@@ -15,18 +15,18 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.joint.bounds import (
-    balance,
+    balance_weights,
     fill_and_drain,
     homes,
-    least_of_cuts,
+    least_over_cuts,
     micro_batches_per_pipeline,
     worker_loads,
 )
 from autoddl.pipelines.joint.configuration import PipelineSchedule
-from autoddl.pipelines.joint.cut_graph import PRICES, Bound, CutGraph
+from autoddl.pipelines.joint.cut_graph import MEMORY_PRICES, Bound, CutGraph
 from autoddl.pipelines.joint.cut_regions import impossible_arcs
 from autoddl.pipelines.joint.explorer import Explorer
-from autoddl.pipelines.joint.levels import least_level
+from autoddl.pipelines.joint.levels import bottleneck_bound
 from autoddl.pipelines.joint.memory_demand import demand_of_schedule, memory_demand_of
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.space import schedules
@@ -144,7 +144,7 @@ def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bo
         for _ in range(3):
             times = random_times(dice, spec.num_stages, again)
             most = makespan(spec, schedule, times) * (1 + 1e-9)
-            for bound in (balance(spec, widths), *worker_loads(spec), *reaches(spec)):
+            for bound in (balance_weights(spec, widths), *worker_loads(spec), *reaches(spec)):
                 assert (bound >= 0).all() and bound @ times <= most, spec
         compared += 1
     assert compared >= 5
@@ -155,12 +155,14 @@ def test_the_balance_of_even_1f1b_by_hand() -> None:
     spec = next(spec for spec, _ in every_schedule(4, 6) if spec.label == "1f1b (A)")
     terms, times = Terms(4), np.zeros(Terms(4).count)
     times[terms.forward], times[terms.backward] = 1.0, 2.0
-    assert balance(spec, (2,) * 4) @ times == pytest.approx(12 * 1296 / 671)
-    assert balance(spec, (2,) * 4)[terms.forward].tolist() == pytest.approx([1296 / 671] * 4)
+    assert balance_weights(spec, (2,) * 4) @ times == pytest.approx(12 * 1296 / 671)
+    assert balance_weights(spec, (2,) * 4)[terms.forward].tolist() == pytest.approx([1296 / 671] * 4)
     assert [load @ times for load in worker_loads(spec)] == [18.0] * 4
     # Devices 1, 3, 2, 2: shares of 2/6, (2 - 1/3)/6 = 5/18 and (3 - 11/18)/6 = 43/108 from the last one on, where (1 - 109/108)/6
     # is below 0; the first stage counts where it is on the way alone.  Of 109/108 in all.
-    assert balance(spec, (1, 3, 2, 2))[terms.forward].tolist() == pytest.approx([1, 324 / 109, 216 / 109, 216 / 109])
+    assert balance_weights(spec, (1, 3, 2, 2))[terms.forward].tolist() == pytest.approx(
+        [1, 324 / 109, 216 / 109, 216 / 109]
+    )
 
 
 def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
@@ -183,7 +185,7 @@ class _Units:
         self.num_stages, self.num_units = forward.shape
         self.terms = Terms(self.num_stages)
         self.setting = SimpleNamespace(schedule=spec, widths=(1,) * self.num_stages)
-        self.is_alone = spec.num_workers == spec.num_stages and spec.num_pipelines == 1
+        self.has_one_stage_per_worker = spec.num_workers == spec.num_stages and spec.num_pipelines == 1
 
     def price_grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
         return ()
@@ -216,13 +218,13 @@ def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) 
             ends = (0, *inner, cut_graph.num_units)
             times = np.array([forward[stage, ends[stage] : ends[stage + 1]].sum() for stage in stages])
             least = min(least, max(float(path @ times) for path in paths))
-        if cut_graph.is_alone:
-            assert least_level(cut_graph, least) == pytest.approx(least, rel=1e-12), spec
+        if cut_graph.has_one_stage_per_worker:
+            assert bottleneck_bound(cut_graph, least) == pytest.approx(least, rel=1e-12), spec
         else:
             # Loads are rounded down by up to 1/4000 of the threshold for every stage.
-            assert least_level(cut_graph, least * (1 + 1e-9)) == 0.0, spec
+            assert bottleneck_bound(cut_graph, least * (1 + 1e-9)) == 0.0, spec
             below = least * (1 - (spec.num_stages + 1) / 4000)
-            assert least_level(cut_graph, below) == below, spec
+            assert bottleneck_bound(cut_graph, below) == below, spec
         compared += 1
     assert compared >= 5
 
@@ -239,7 +241,7 @@ def test_the_least_of_all_cuts(seed: int, stages: int, further: int) -> None:
         ends = [0, *places, units]
         inside = sum(of_units[s, ends[s] : ends[s + 1]].sum() for s in range(stages))
         costs.append(inside + sum(after[s, place] for s, place in enumerate(places)))
-    assert least_of_cuts(of_units, after) == pytest.approx(min(costs), rel=1e-9, abs=1e-12)
+    assert least_over_cuts(of_units, after) == pytest.approx(min(costs), rel=1e-9, abs=1e-12)
 
 
 # ---- What schedules ask of their stages --------------------------------------------------------------------------------
@@ -277,7 +279,7 @@ def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
     explorer = Explorer(chain, cluster, Workload(8, 8, "mixed", "adam"), np.inf)
     offered = [one for one in explorer.settings(None, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1)]
     setting = offered[dice.integers(len(offered))]
-    demand = explorer.demand(setting.schedule)
+    demand = explorer.memory_demand(setting.schedule)
     assert demand is not None
     # The limit is between one and three times what the neediest unit needs at least.
     graph = CutGraph(explorer, setting, explorer.recomputations, demand)
@@ -292,7 +294,7 @@ def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
     graph = CutGraph(explorer, setting, explorer.recomputations, demand)
     weights = dice.exponential(1.0, graph.terms.count)
     price = dice.exponential(1.0, graph.num_stages) / graph.limit_bytes
-    bound = Bound(weights, tuple(part * price for part in (0.0, *PRICES)))
+    bound = Bound(weights, tuple(part * price for part in (0.0, *MEMORY_PRICES)))
     compared = 0
     for stage, costs in enumerate(graph.arc_costs(bound)):
         for first, stop in zip(*np.nonzero(np.isfinite(costs))):

@@ -7,11 +7,13 @@ import pytest
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.pipelines.joint import JointOptions
 from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.planners import Clock
 from autoddl.search.planner import Options
-from autoddl.zoo import Transformer, gpt
+from autoddl.text.plans import plan_text
+from autoddl.zoo import Transformer, gpt, resolve_model
 
 GPT = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
-MACHINE = load_cluster("gcp-a100").resized(1, 4)
+MACHINE = load_cluster("gcp-a100").resized(1, 4).with_links(latency_s=2e-6, bandwidth=1e8)
 
 
 @pytest.mark.parametrize("planner", ["dapple", "chimera", "wpipe"])
@@ -20,3 +22,41 @@ def test_a_planner_recomputes_as_it_is_told(planner, recompute):
     options = JointOptions(Options(batch=16, recompute=recompute), planner, allow_stale=planner == "wpipe")
     stages = plan_jointly(GPT, MACHINE, options).evaluation.configuration.stages
     assert {stage.recompute for stage in stages} == {"stage" if recompute else "none"}
+
+
+def test_papers_plans_are_those_of_their_planners():
+    graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
+    options = JointOptions(Options(batch=32), "chimera")
+    found = plan_jointly(graph, MACHINE, options)
+    spec = found.configuration.schedule
+    assert spec.name == "chimera" and spec.num_pipelines == 2 and not found.optimal
+    assert all(layer.strategy.p0 == layer.strategy.num_devices for layer in found.evaluation.layers)
+    assert found.lower_bound_s < found.evaluation.step_s
+    rows = {family.name: family for family in found.rivals}
+    assert rows["Chimera"].paper_step_s == pytest.approx(found.evaluation.step_s)
+    assert rows["Chimera"].step_s <= found.evaluation.step_s
+    assert rows["WPipe"].infeasible == "asynchronous; offered with allow_stale=True"
+
+
+@pytest.mark.slow
+def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
+    """Its clock is over after some questions; the plan until then is taken, and named for what it is."""
+    asked = []
+
+    class Short(Clock):
+        @property
+        def is_over(self):
+            asked.append(self)
+            self.stopped = self.stopped or asked.count(self) > 3
+            return self.stopped
+
+    monkeypatch.setattr("autoddl.pipelines.joint.planner.Clock", Short)
+    graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
+    found = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=7.0), "chimera"))
+    assert found.notes == ("the plan is the best that Chimera's planner found; its planner stopped after 7 s",)
+    assert "stopped after 7 s" in str(plan_text(found))
+    monkeypatch.undo()
+    monkeypatch.setattr("autoddl.pipelines.joint.families.Clock", Short)
+    other = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=50.0), "dapple"))
+    rows = {family.name: family for family in other.rivals}
+    assert rows["Chimera"].how.endswith("; its planner stopped after 1 s") and other.notes == ()
