@@ -249,11 +249,8 @@ class SettingSearch:
         """Return about how many seconds a step takes, to scale prices of memory."""
         if math.isfinite(self.best_s):
             return self.best_s
-        return float(
-            self.cut_graph.least_over_all_cuts(
-                Bound(np.maximum.reduce(worker_loads(self.setting.schedule))), 0.0, (0.0,)
-            )
-        )
+        loads = Bound(np.maximum.reduce(worker_loads(self.setting.schedule)))
+        return float(self.cut_graph.least_over_all_cuts(loads, 0.0, (0.0,)))
 
     def _check_time(self) -> None:
         """Raise if the search should end.
