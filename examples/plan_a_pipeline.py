@@ -1,4 +1,4 @@
-"""A joint plan: stages, their schedule and the strategies inside them, searched together.
+"""Plan a pipeline: one search chooses the stages, their schedule, and the strategies of their layers.
 
     python examples/plan_a_pipeline.py
 
@@ -17,18 +17,18 @@ plan = autoddl.plan("gpt:4x256", cluster=servers, batch=8, sequence=128, pipelin
 print(repr(plan))
 print(f"without a pipeline a step takes {alone.step_s / plan.step_s:.2f} times as long\n")
 
-# Every stage: its layers, and what a micro-batch takes.
+# Print the layers of every stage, and its times for one micro-batch.
 for stage in plan.stages:
     first, last = stage.layers[0], stage.layers[-1]
     passes = f"{stage.forward_s * 1e3:.2f} ms forward, {stage.backward_s * 1e3:.2f} ms backward"
     print(f"stage {stage.number}: {first} to {last}, {passes}")
 
-# The schedule, a row per worker: forward and backward passes of the micro-batches.
+# Print the schedule: a row per worker with the forward and backward passes of the micro-batches.
 print(f"\n{plan.timeline}\n")
 
-# Where the time of the busiest worker goes.
+# Print how the busiest worker spends its time.
 for part in plan.view.parts:
     print(f"{part.name:26} {part.seconds / plan.step_s:6.1%}")
 
-# What differs from the plan without a pipeline.
+# Print the differences from the plan without a pipeline.
 print(f"\n{alone.diff(plan)}")

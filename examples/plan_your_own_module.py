@@ -1,6 +1,6 @@
-"""Plan a OneFlow module of one's own, and train it at the plan's layouts.
+"""Plan your own OneFlow module, and train it with the layouts of the plan.
 
-    python examples/plan_your_own_module.py                     # plans, and trains on one rank
+    python examples/plan_your_own_module.py                     # plans for one rank, and trains
     python examples/plan_your_own_module.py 2 plan.json         # plans for two ranks ...
     autoddl launch plan.json examples/plan_your_own_module.py   # ... and trains on them
 
@@ -20,7 +20,7 @@ INPUTS, WIDTH, CLASSES, BATCH = 32, 64, 10, 64
 
 
 class Residual(flow.nn.Module):
-    """Two linear layers and a way around them."""
+    """Two linear layers with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Residual(flow.nn.Module):
 
 
 class Classifier(flow.nn.Module):
-    """Returns the loss: then the plan covers it, and the applied module trains by itself."""
+    """A classifier that returns its loss, so that the plan includes the loss and the applied module can train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Classifier(flow.nn.Module):
 
 
 def samples():
-    """A batch whose labels follow from its rows."""
+    """Return a random batch, with labels that depend on its rows."""
     rows = flow.randn(BATCH, INPUTS)
     return rows, rows[:, :CLASSES].argmax(dim=1)
 
 
 def planned(module, num_ranks):
-    """The plan for so many ranks: AutoDDL looks at the module as it is."""
+    """Return the plan of the module for `num_ranks` ranks."""
     return autoddl.plan(module, samples(), cluster="local-cpu", devices_per_node=num_ranks, batch=BATCH)
 
 
@@ -62,7 +62,7 @@ if len(sys.argv) == 3:
     print(plan)
     sys.exit()
 
-# On the ranks of a job the plan is the one that the job was launched with.
+# In a launched job, load the plan that the job was launched with.
 is_launched = "AUTODDL_PLAN" in os.environ
 plan = autoddl.launched().load_plan() if is_launched else planned(module, 1)
 trained = autoddl.apply(module, plan)
