@@ -96,9 +96,9 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
         UserError: ranks cannot be started, or a sample cannot be written.
         RankError: a rank failed.  The samples taken before an error are in the file.
     """
-    from autoddl.pipelines.runtime.failures import RankError
-    from autoddl.pipelines.runtime.launcher import RankPool
-    from autoddl.pipelines.runtime.network import namespace_available
+    from autoddl.pipelines.runtime.ranks.failures import RankError
+    from autoddl.pipelines.runtime.ranks.launcher import RankPool
+    from autoddl.pipelines.runtime.ranks.network import namespace_available
 
     from . import measure
 

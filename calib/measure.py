@@ -30,7 +30,7 @@ import numpy as np
 
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.pipelines.runtime.load import load_oneflow
-from autoddl.pipelines.runtime.rank import report
+from autoddl.pipelines.runtime.ranks.rank import report
 
 from .measurements import Sample
 from .settings import ITEM_BYTES, TimedSetting, rows_and_features
@@ -329,8 +329,8 @@ def host_busy_s() -> float:
 def exchange(values: np.ndarray) -> np.ndarray:
     """The values of all ranks (8 bytes each), shape (ranks, values); every rank calls."""
     flow = load_oneflow()
-    from autoddl.pipelines.runtime.collectives import all_gather
-    from autoddl.pipelines.runtime.mesh import RankAxis
+    from autoddl.pipelines.runtime.comm.collectives import all_gather
+    from autoddl.pipelines.runtime.comm.mesh import RankAxis
 
     num_ranks = flow.env.get_world_size()
     row = flow.tensor(np.ascontiguousarray(values).reshape(1, prod(values.shape)))

@@ -88,8 +88,8 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
         UserError: ranks cannot be started, or fewer than two strategies can be run.
         RankError: a rank failed.
     """
-    from autoddl.pipelines.runtime.launcher import RankPool
-    from autoddl.pipelines.runtime.network import namespace_available
+    from autoddl.pipelines.runtime.ranks.launcher import RankPool
+    from autoddl.pipelines.runtime.ranks.network import namespace_available
 
     from .measure import DISTURBED
     from .replay import ReplayOptions, Visit, rank_job

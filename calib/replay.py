@@ -25,7 +25,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.load import load_oneflow
-from autoddl.pipelines.runtime.rank import report
+from autoddl.pipelines.runtime.ranks.rank import report
 
 from .measure import DISTURBED, Hosts, SharedClock, exchange, hosts_of_job
 
@@ -205,7 +205,7 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
 def _exchange_call(step: ExchangeStep, stepper: Stepper) -> Callable[[], Any]:
     """What an exchange sends on one network level, of a tensor (samples, features, rows) of its size."""
     from autoddl.costmodel.crossing import cuts_of, held_by
-    from autoddl.pipelines.runtime.exchanging import send_pieces
+    from autoddl.pipelines.runtime.comm.exchanging import send_pieces
 
     shape = step.exchange.divisors
     pieces = [piece for piece in step.exchange.pieces(shape) if step.exchange.level_of(piece) == step.axis.level]

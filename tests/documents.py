@@ -185,7 +185,7 @@ def _trimmed(text: str) -> list[str]:
 def unmet(need: str) -> str | None:
     """Why something that a block needs is not there."""
     from autoddl.pipelines.runtime.load import is_available
-    from autoddl.pipelines.runtime.network import namespace_available
+    from autoddl.pipelines.runtime.ranks.network import namespace_available
 
     if need in ("oneflow", "ranks", "counted"):
         available = is_available()

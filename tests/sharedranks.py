@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.network import namespace_available
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.network import namespace_available
 
 __all__ = ["counted_ranks", "lending", "lent_ranks", "ranks"]
 
 #: Where commands take the pools from that they start.
-_USERS = ("pipelines.runtime.launcher", "pipelines.runtime.pipeline.training", "verification.run")
+_USERS = ("pipelines.runtime.ranks.launcher", "pipelines.runtime.pipeline.training", "verification.run")
 
 
 @pytest.fixture(scope="session")

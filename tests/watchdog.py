@@ -4,7 +4,8 @@ pytest-timeout says how long a test may take (``timeout`` in pyproject.toml, or 
 is said here. A thread of the test's process
 
 1. writes the stacks of all threads of its process,
-2. has every process below it that handles SIGUSR1 (ranks do, see `autoddl.pipelines.runtime.rank`) write its own into its log,
+2. has every process below it that handles SIGUSR1 (ranks do, see `autoddl.pipelines.runtime.ranks.rank`) write its own into
+   its log,
 3. adds the state of each such process and the end of its log,
 4. kills them, and ends the process of the test.
 

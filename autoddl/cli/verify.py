@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the plan and print the result."""
-    from autoddl.pipelines.runtime.failures import RankError
+    from autoddl.pipelines.runtime.ranks.failures import RankError
 
     from ..api.planning import load
     from ..api.plans import check_verification

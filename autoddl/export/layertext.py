@@ -18,9 +18,9 @@ from autoddl.costmodel.graph import Layer, Parameter
 from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
+from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of, parameter_layouts, product_order
+from autoddl.pipelines.runtime.comm.moves import move_calls
 from autoddl.pipelines.runtime.kinds.registry import layer_program
-from autoddl.pipelines.runtime.layouts import Layout, ParameterLayout, layout_of, parameter_layouts, product_order
-from autoddl.pipelines.runtime.moves import move_calls
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
 from .scene import Scene, layout_text, stored_rows

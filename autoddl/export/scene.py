@@ -16,7 +16,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime.layouts import Layout, coarsest_mesh, common_mesh, split_dims
+from autoddl.pipelines.runtime.comm.layouts import Layout, coarsest_mesh, common_mesh, split_dims
 
 from ..zoo.builtin import BuiltIn
 from .source import Names, value_text

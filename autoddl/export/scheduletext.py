@@ -16,7 +16,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.draw import to_text
 from autoddl.pipelines.joint.evaluation import Evaluation
-from autoddl.pipelines.runtime.layouts import Layout
+from autoddl.pipelines.runtime.comm.layouts import Layout
 from autoddl.pipelines.runtime.pipeline.holding import Holding, StageLayout, rows_over
 from autoddl.pipelines.runtime.pipeline.lowering import lower_with_timeline
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan, entry_strategy

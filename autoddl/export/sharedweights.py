@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
-from autoddl.pipelines.runtime.layouts import layout_of, product_order
+from autoddl.pipelines.runtime.comm.layouts import layout_of, product_order
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 
 from .scene import layout_text

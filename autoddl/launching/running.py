@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_ranges
-from autoddl.pipelines.runtime.failures import RankError
+from autoddl.pipelines.runtime.ranks.failures import RankError
 
 from .connection import supervisor_command
 from .interrupts import InterruptCounter

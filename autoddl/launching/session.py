@@ -1,9 +1,9 @@
 """One attempt at a job: connects to the hosts, checks them, starts the ranks, watches them, and ends them in any case.
 
-The order of the start is that of `autoddl.pipelines.runtime.launcher`: all ranks start, rank 0 loads OneFlow and listens, then
-the others load it. Often several ranks fail at once, on several hosts, because of a single cause: the report of a failure waits
-a moment, and the most informative failure is reported. A host without heartbeats counts as lost, like one that closes its
-connection. When all ranks are done they leave together (`autoddl.pipelines.runtime.parting`).
+The order of the start is that of `autoddl.pipelines.runtime.ranks.launcher`: all ranks start, rank 0 loads OneFlow and listens,
+then the others load it. Often several ranks fail at once, on several hosts, because of a single cause: the report of a failure
+waits a moment, and the most informative failure is reported. A host without heartbeats counts as lost, like one that closes its
+connection. When all ranks are done they leave together (`autoddl.pipelines.runtime.ranks.parting`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
+from autoddl.pipelines.runtime.ranks.failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
 
 from .connection import Connection, supervisor_command
 from .demands import UnmetDemand, differences

@@ -16,8 +16,8 @@ It is started once per host (over ssh, or directly on the launching machine) and
 
 **Ending.** The supervisor kills all ranks and their descendants if the launcher closes the connection, if the launcher has been
 silent for `HeartbeatTimes.launcher_timeout_s` (the network may be down without sshd noticing), or if a remote supervisor receives
-a signal. If the supervisor itself is killed or suspended, the ranks' keepers notice (`autoddl.pipelines.runtime.keeper`). On the
-launching machine only the launcher acts on signals: Slurm sends them to every process of a step.
+a signal. If the supervisor itself is killed or suspended, the ranks' keepers notice (`autoddl.pipelines.runtime.ranks.keeper`). On
+the launching machine only the launcher acts on signals: Slurm sends them to every process of a step.
 
 **Disks.** It writes no files. The ranks' output is kept in memory until the launcher has it.
 """
@@ -37,18 +37,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autoddl.pipelines.runtime.descendants import become_subreaper, end_descendants
-from autoddl.pipelines.runtime.failures import RankFailure
-from autoddl.pipelines.runtime.localranks import LocalRanks
-from autoddl.pipelines.runtime.memory_files import MemoryFile
-from autoddl.pipelines.runtime.processes import (
+from autoddl.pipelines.runtime.ranks.descendants import become_subreaper, end_descendants
+from autoddl.pipelines.runtime.ranks.failures import RankFailure
+from autoddl.pipelines.runtime.ranks.localranks import LocalRanks
+from autoddl.pipelines.runtime.ranks.memory_files import MemoryFile
+from autoddl.pipelines.runtime.ranks.processes import (
     LOG_TAIL_BYTES,
     is_listening,
     rank_environment,
     reserve_port,
     share_of_cores,
 )
-from autoddl.pipelines.runtime.rank import write_job
+from autoddl.pipelines.runtime.ranks.rank import write_job
 
 from .facts import gather_facts
 from .heartbeat import DEFAULT_HOST_TIMEOUT_S, HeartbeatThread, HeartbeatTimes
@@ -196,7 +196,7 @@ class _Supervisor:
                 process.send("load")
 
     def _do_run(self, script: str, arguments: list[str], together: bool) -> None:
-        target = "autoddl.pipelines.runtime.rank:" + ("run_script_together" if together else "run_script")
+        target = "autoddl.pipelines.runtime.ranks.rank:" + ("run_script_together" if together else "run_script")
         for process in self._ranks:
             job = MemoryFile()
             self._jobs.append(job)

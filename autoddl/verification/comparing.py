@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.pipeline.slots import RankMap
 from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, sent_messages
-from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
+from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES, NOISE_BYTES
 
 from ..planfile import PlanFile
 from .fitting import FittedPlan

@@ -31,10 +31,10 @@ import numpy as np
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
-from autoddl.pipelines.runtime.rank import report
+from autoddl.pipelines.runtime.ranks.rank import report
+from autoddl.pipelines.runtime.ranks.wire import Meter
 from autoddl.pipelines.runtime.samples import like
 from autoddl.pipelines.runtime.stage.model import PlannedModel
-from autoddl.pipelines.runtime.wire import Meter
 
 from ..zoo.modules import build_module, make_batch
 from .running import Arrays, PlanRun, loss_of, make_optimizer, start_run

@@ -25,7 +25,7 @@ from typing import Any
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime.wire import BYTES_TOLERANCE
+from autoddl.pipelines.runtime.ranks.wire import BYTES_TOLERANCE
 from autoddl.pipelines.schedule import Schedule
 
 from .scaling import Change

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.network import namespace_available
-from autoddl.pipelines.runtime.workfolders import WorkFolder
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.network import namespace_available
+from autoddl.pipelines.runtime.ranks.workfolders import WorkFolder
 
 from ..ownmodels import function_of_plan
 from ..planfile import PlanFile

@@ -1,23 +1,29 @@
-"""All that runs on OneFlow ranks.
+"""Everything that runs on OneFlow ranks.
 
-- `load`: OneFlow with its CUDA libraries, and whether it is there; `availability`: a yes, or a no with its reason.
-- `launcher`: `RankPool`, `launch`, `launch_script` start ranks on this machine, give them work, watch and end them; `rank` is
-  what runs in each of them (`report` sends values while a job goes on), `failures` what goes wrong. `keeper` is the process above a
-  rank that ends all that the rank started (`descendants`); `parting` is how ranks that are done leave. `memory_files`: where they
-  write that must not depend on a disk.
-- `mesh`: ranks as a mesh, `RankAxis` and the groups along it; `collectives`: differentiable collectives along one axis.
-- `network`, `wire`: a network of their own for the ranks of a job, and the bytes that they really send.
-- `stage`: one stage at its plan, a package of its own: parameters, forward pass, backward pass, gradients. `applied`:
-  `AppliedModule`, a plan without a pipeline as one stage that users hold (`autoddl.apply` makes it), and `comparing` with the
-  user's module. Below them `parameters` (global tensors, sums of gradients), `userparameters` (those of the user's module),
-  `feeding` (which input layers read).
-- What a rank does for a layer is written once, and run here or printed in an exported file (:mod:`autoddl.export.library`):
-  `statements` and `moves` say what is called, kind by kind and between layers; `operations`, `attending`, `losses`, `rows`,
-  `moving`, `exchanging` and `stepping` are what is called, `layouts` which elements a rank holds, `facts` what the user's modules
-  say. `layers` carries statements out.
-- `pipeline`: schedules executed on ranks, whose stages are those of `stage`; a package of its own.
+Folders:
 
-`statements`, `moves`, `layouts`, `feeding`, `samples` and everything above `collectives` do without OneFlow; others need it when
-they are imported.
-Nothing is imported here, so that processes that have no use for OneFlow never load it.
+- `ranks`: the processes of ranks: starts, watches and ends them, and counts the bytes that they send.
+- `comm`: mesh axes, collectives, the layouts of tensors on ranks, and redistributions.
+- `kinds`: the statements of each kind of layer.
+- `stage`: one stage at its plan: parameters, forward pass, backward pass, gradients.  A plan without a pipeline is one stage.
+- `pipeline`: the execution of schedules, whose stages are those of `stage`.
+
+What a rank does for a layer is written once, and runs here or is printed in an exported file (:mod:`autoddl.export.library`):
+
+- `statements`: the program of a layer; `layers` executes it, with the context in `setting`.
+- `operations`, `attending`, `losses`, `rows`, `dropouts`: the functions that programs call.
+- `stepping`: the ranks of a model or a stage, and the collectives between them.
+- `facts`: what the user's modules say and a layer graph does not.
+
+Models:
+
+- `applied`: `AppliedModule`, a plan without a pipeline as a module that users hold (`autoddl.apply` makes it); `comparing`: whether
+  it computes what the user's module computes.
+- `parameters`: global tensors and the sums of their gradients; `userparameters`: the parameters of the user's module; `feeding`:
+  which input each layer reads.
+- `models`: the built-in families as plain modules; `samples`: data to train on.
+
+`load` imports OneFlow with its CUDA libraries, and says whether it is available (`availability`).  `statements`, `feeding` and
+`samples` do without OneFlow; the other modules of this folder need it when they are imported.  Nothing is imported here, so that
+processes without OneFlow never load it.
 """

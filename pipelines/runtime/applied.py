@@ -25,9 +25,9 @@ from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
+from .comm.moving import move_tensor
 from .comparing import check_same_function
 from .load import load_oneflow
-from .moving import move_tensor
 from .setting import Batch
 from .stage.global_weights import GlobalWeights
 from .stage.model import PlannedModel

@@ -27,7 +27,7 @@ from types import ModuleType
 from autoddl.costmodel.errors import UserError
 
 from .availability import Availability
-from .memory_files import MemoryFile
+from .ranks.memory_files import MemoryFile
 
 __all__ = ["is_available", "load_oneflow", "preload_libraries"]
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis, flat_coordinate
 
+from .comm.layouts import Layout
 from .detaching import detached
-from .layouts import Layout
 from .load import load_oneflow
 from .rows import along_rows, row_sums
 from .stepping import Ranks

@@ -15,8 +15,8 @@ import numpy as np
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 
+from .comm.layouts import Layout, gathered, table_rows
 from .detaching import detached
-from .layouts import Layout, gathered, table_rows
 from .load import load_oneflow
 from .rows import along_rows, row_sums
 from .stepping import Ranks

@@ -22,7 +22,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 
-from .layouts import Layout, layout_of
+from .comm.layouts import Layout, layout_of
 
 __all__ = [
     "ALL_STEPS",

@@ -17,9 +17,9 @@ import numpy as np
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
-from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from .comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from .comm.mesh import RankAxis
 from .load import load_oneflow
-from .mesh import RankAxis
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase

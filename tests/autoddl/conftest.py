@@ -14,7 +14,7 @@ import pytest
 from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.pipelines.joint.result import unpipelined
-from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.planfile import PlanFile, plan_document, save_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import gpt, resolve_model

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from autoddl.costmodel.distribution import Axis, canonical
 from autoddl.costmodel.redistribution import redistribute, steps
 from autoddl.export.library import library_text
-from autoddl.pipelines.runtime.moves import move_calls
+from autoddl.pipelines.runtime.comm.moves import move_calls
 
 
 class Parts:

@@ -17,7 +17,7 @@ import pytest
 from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.failures import RankError, RankUserError
+from autoddl.pipelines.runtime.ranks.failures import RankError, RankUserError
 
 needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 

@@ -20,9 +20,9 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.pipelines.joint.meshes import StageMesh
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.checkpoint import checkpoints_in, open_checkpoint
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 
 from ..sharedranks import lending
 from .launches import BRISK, START, launch_command, processes_with, shown, wait_until_gone

@@ -22,7 +22,7 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
-from autoddl.pipelines.runtime.wire import measure, measure_baseline, synchronize
+from autoddl.pipelines.runtime.ranks.wire import measure, measure_baseline, synchronize
 from autoddl.zoo.builtin import BuiltIn
 from autoddl.zoo.modules import build_module, make_batch
 

@@ -21,8 +21,8 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime.failures import RankError
-from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.failures import RankError
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.tables import Column, Table

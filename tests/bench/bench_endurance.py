@@ -17,9 +17,9 @@ import time
 
 from tqdm import tqdm
 
-from autoddl.pipelines.runtime.failures import RankError
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, TextPerceptron, TrainingProblem, shipped_text
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedule_of, train
+from autoddl.pipelines.runtime.ranks.failures import RankError
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedul
 from autoddl.pipelines.joint.evaluation import evaluate
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.partition import chain_of
-from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.planfile import PlanFile, unpipelined_plan
 from autoddl.text.tables import Column, Table
 from autoddl.zoo import Transformer

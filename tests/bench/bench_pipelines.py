@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from autoddl.pipelines import Times, generate, simulate
 from autoddl.pipelines.draw import to_text
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.report import combine
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 
 ROWS, ROW_ELEMENTS, GRADIENT_ELEMENTS = 4, 4096, 65536
 CASES = (

@@ -21,9 +21,9 @@ from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.calib.settings import TimedSetting
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.processes import is_listening, reserve_port
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.processes import is_listening, reserve_port
 
 from ..processes import is_running
 from .synthetic import ring, samples_of
@@ -165,7 +165,7 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path, monkeypatch):
         def run(self, job, options, on_report):
             on_report(0, [])
 
-    monkeypatch.setattr("autoddl.pipelines.runtime.launcher.RankPool", lambda *_, **__: nullcontext(Reporting()))
+    monkeypatch.setattr("autoddl.pipelines.runtime.ranks.launcher.RankPool", lambda *_, **__: nullcontext(Reporting()))
     with pytest.raises(UserError, match=r"^samples.csv: .* \(No space left on device\); the 7 samples in it are kept$"):
         measure_locally(CampaignOptions(ranks=(2,), sizes=(1024, 4096), repetitions=3), Full(tmp_path / "samples.csv"))
 

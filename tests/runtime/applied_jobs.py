@@ -130,7 +130,7 @@ def run_pass(
     counts_pass: bool = False,
 ) -> dict[str, Any]:
     """One forward and backward pass, at once and traced, against the plain module in this process."""
-    from autoddl.pipelines.runtime.wire import measure, measure_baseline
+    from autoddl.pipelines.runtime.ranks.wire import measure, measure_baseline
 
     module = module_of(model, sizes)
     data = batch_of(model, sizes, workload.micro_batch)

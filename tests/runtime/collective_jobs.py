@@ -6,9 +6,9 @@ import numpy as np
 import oneflow as flow
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime import collectives
-from autoddl.pipelines.runtime.mesh import RankAxis
-from autoddl.pipelines.runtime.wire import Meter, measure, measure_baseline
+from autoddl.pipelines.runtime.comm import collectives
+from autoddl.pipelines.runtime.comm.mesh import RankAxis
+from autoddl.pipelines.runtime.ranks.wire import Meter, measure, measure_baseline
 
 
 def apply_and_differentiate(calls):

@@ -13,8 +13,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from autoddl.pipelines.runtime.network import create_namespace, join_namespace, read_loopback
-from autoddl.pipelines.runtime.wire import HEADER_BYTES
+from autoddl.pipelines.runtime.ranks.network import create_namespace, join_namespace, read_loopback
+from autoddl.pipelines.runtime.ranks.wire import HEADER_BYTES
 
 
 def send(*sizes: int) -> None:

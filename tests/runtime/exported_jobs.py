@@ -15,7 +15,7 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
-from autoddl.pipelines.runtime.wire import Meter
+from autoddl.pipelines.runtime.ranks.wire import Meter
 from autoddl.verification.rank_job import relative_errors
 from autoddl.zoo.builtin import BuiltIn
 from autoddl.zoo.modules import build_module, make_batch

@@ -18,7 +18,7 @@ from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
-from autoddl.pipelines.runtime.wire import Meter
+from autoddl.pipelines.runtime.ranks.wire import Meter
 from autoddl.planfile import PlanFile
 from autoddl.staging import planned_model
 from autoddl.zoo.builtin import BuiltIn

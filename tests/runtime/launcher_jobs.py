@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.rank import report
+from autoddl.pipelines.runtime.ranks.rank import report
 
 RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -57,8 +57,8 @@ def do_while_others_communicate(rank, action):
     """As `do_on`, but the others wait in an all-reduce. Needs OneFlow."""
     import oneflow as flow
 
-    from autoddl.pipelines.runtime.collectives import all_reduce
-    from autoddl.pipelines.runtime.mesh import RankAxis
+    from autoddl.pipelines.runtime.comm.collectives import all_reduce
+    from autoddl.pipelines.runtime.comm.mesh import RankAxis
 
     axis = RankAxis(NUM_RANKS, 1, NUM_RANKS)
     assert all_reduce(flow.ones(4), axis).numpy().tolist() == [NUM_RANKS] * 4
@@ -71,9 +71,9 @@ def do_while_others_wait(rank, action, wait):
     """``rank`` gets into trouble; the others wait for it from the first: in an all-reduce or in a barrier. Needs OneFlow."""
     import oneflow as flow
 
-    from autoddl.pipelines.runtime.collectives import all_reduce
-    from autoddl.pipelines.runtime.mesh import RankAxis
-    from autoddl.pipelines.runtime.wire import synchronize
+    from autoddl.pipelines.runtime.comm.collectives import all_reduce
+    from autoddl.pipelines.runtime.comm.mesh import RankAxis
+    from autoddl.pipelines.runtime.ranks.wire import synchronize
 
     if rank == RANK:
         trouble(action)
@@ -87,7 +87,7 @@ def wait_for_the_wrong_rank():
     """Everybody receives from everybody's next and nobody sends. Needs OneFlow."""
     import oneflow as flow
 
-    from autoddl.pipelines.runtime.collectives import receive
+    from autoddl.pipelines.runtime.comm.collectives import receive
 
     return receive((4,), flow.float32, (RANK + 1) % NUM_RANKS).numpy()
 

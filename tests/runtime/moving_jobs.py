@@ -52,9 +52,9 @@ def move_pairs(
 ) -> list[dict[str, Any]]:
     """For each pair of distributions over the ranks from ``first_rank`` on what this rank holds after, forward and backward, and
     the traffic."""
-    from autoddl.pipelines.runtime.moving import move_tensor
+    from autoddl.pipelines.runtime.comm.moving import move_tensor
+    from autoddl.pipelines.runtime.ranks.wire import Meter
     from autoddl.pipelines.runtime.stepping import Stepper
-    from autoddl.pipelines.runtime.wire import Meter
 
     flow = load_oneflow()
     rank = flow.env.get_rank() - first_rank
@@ -96,7 +96,7 @@ def move_pairs(
 def replay_exchanges(pairs: list[tuple[str, str]], shape: tuple[int, ...]) -> list[tuple[int, float, float]]:
     """For each exchange what ranking strategies would time of it: (payload, bytes, messages) of all ranks, forward."""
     from autoddl.calib.replay import steps_alone
-    from autoddl.pipelines.runtime.wire import Meter
+    from autoddl.pipelines.runtime.ranks.wire import Meter
 
     meter, found = Meter(), []
     num_ranks = load_oneflow().env.get_world_size()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autoddl.pipelines.runtime.wire import BYTES_TOLERANCE, MESSAGE_BYTES, NOISE_BYTES
+from autoddl.pipelines.runtime.ranks.wire import BYTES_TOLERANCE, MESSAGE_BYTES, NOISE_BYTES
 
 __all__ = ["NUM_RECOUNTS", "Sent", "check_sent"]
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoddl.pipelines.runtime.mesh import RankAxis, RankMesh
-from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
+from autoddl.pipelines.runtime.comm.mesh import RankAxis, RankMesh
+from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES
 
 from .sent_bytes import Sent, check_sent
 

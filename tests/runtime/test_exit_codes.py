@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from autoddl.__main__ import main
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 
 ONEFLOW = is_available()
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)]

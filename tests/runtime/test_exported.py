@@ -23,7 +23,7 @@ from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.processes import is_listening, reserve_port
+from autoddl.pipelines.runtime.ranks.processes import is_listening, reserve_port
 from autoddl.planfile import PlanFile, unpipelined_plan
 from autoddl.zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from autoddl.zoo.transformers import Transformer

@@ -6,7 +6,13 @@ import signal
 
 import pytest
 
-from autoddl.pipelines.runtime.failures import FailureKind, RankFailure, last_position, positions_text, waited_too_long
+from autoddl.pipelines.runtime.ranks.failures import (
+    FailureKind,
+    RankFailure,
+    last_position,
+    positions_text,
+    waited_too_long,
+)
 
 TRANSFER_TIMEOUT = """terminate called after throwing an instance of 'oneflow::RuntimeException'
   what():  \x1b[1m\x1b[38;2;255;000;000mError\x1b[0m: Check failed: cond_.wait_for(lck, seconds, [this]() { return cnt_val_ == 0; })

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.failures import FailureKind, RankError, RankFailure, RankUserError
-from autoddl.pipelines.runtime.launcher import RankPool, launch, launch_script
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.network import namespace_available
-from autoddl.pipelines.runtime.processes import share_of_cores
-from autoddl.pipelines.runtime.rank import resolve_target
+from autoddl.pipelines.runtime.ranks.failures import FailureKind, RankError, RankFailure, RankUserError
+from autoddl.pipelines.runtime.ranks.launcher import RankPool, launch, launch_script
+from autoddl.pipelines.runtime.ranks.network import namespace_available
+from autoddl.pipelines.runtime.ranks.processes import share_of_cores
+from autoddl.pipelines.runtime.ranks.rank import resolve_target
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 
@@ -330,7 +330,7 @@ def test_places_that_cannot_be_written_to(tmp_path, monkeypatch):
 
 LAUNCHER = """
 import sys, time
-from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 with RankPool(2, with_oneflow=False, log_dir=sys.argv[1]) as pool:
     print(*pool.pids, flush=True)
     pool.run(sys.argv[2] + ":do_on", -1, "")
@@ -390,7 +390,7 @@ def test_a_launching_script_needs_no_installation_of_its_own(tmp_path):
     """Ranks find the functions of the very script that starts them."""
     script = tmp_path / "example.py"
     script.write_text(
-        "from autoddl.pipelines.runtime.launcher import launch\n"
+        "from autoddl.pipelines.runtime.ranks.launcher import launch\n"
         "def double(x):\n    return 2 * x\n"
         "if __name__ == '__main__':\n    print(launch(double, 2, 21, with_oneflow=False))\n"
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
-from autoddl.pipelines.runtime.layouts import (
+from autoddl.pipelines.runtime.comm.layouts import (
     Layout,
     are_stored_separately,
     gathered,

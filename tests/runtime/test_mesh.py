@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.mesh import RankAxis, RankMesh
+from autoddl.pipelines.runtime.comm.mesh import RankAxis, RankMesh
 
 meshes = st.builds(
     RankMesh,

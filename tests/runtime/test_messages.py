@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from autoddl.pipelines.runtime.messages import MessageReader, read_message, write_message
+from autoddl.pipelines.runtime.ranks.messages import MessageReader, read_message, write_message
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoddl.pipelines.runtime.network import namespace_available
+from autoddl.pipelines.runtime.ranks.network import namespace_available
 
 AVAILABLE = namespace_available()
 needs_namespace = pytest.mark.skipif(not AVAILABLE, reason=AVAILABLE.reason)
@@ -41,7 +41,7 @@ def test_where_there_is_none_the_reason_is_given():
     """A system that forbids namespaces, as seen by a process whose libc refuses to make one."""
     code = (
         "import ctypes, sys\n"
-        "from autoddl.pipelines.runtime import network\n"
+        "from autoddl.pipelines.runtime.ranks import network\n"
         "class Forbidding:\n"
         "    def __init__(self, *args, **kwargs): ctypes.set_errno(1)\n"
         "    def unshare(self, flags): return -1\n"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from autoddl.pipelines.runtime.failures import FailureKind
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.processes import is_listening, rank_environment, reserve_port
+from autoddl.pipelines.runtime.ranks.failures import FailureKind
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.processes import is_listening, rank_environment, reserve_port
 
 JOBS = Path(__file__).with_name("launcher_jobs.py")
 ONEFLOW = is_available()
@@ -53,7 +53,7 @@ TOGETHER = """
 import os, sys, time
 from autoddl.pipelines.runtime.load import load_oneflow
 load_oneflow()
-from autoddl.pipelines.runtime.rank import run_script_together
+from autoddl.pipelines.runtime.ranks.rank import run_script_together
 script = sys.argv[1]
 run_script_together(script, [])
 here = os.path.dirname(script)
@@ -70,7 +70,7 @@ import oneflow as flow
 value = flow.ones(4)
 flow.comm.all_reduce(value)
 print(value.numpy()[0])
-from autoddl.pipelines.runtime.rank import resolve_target
+from autoddl.pipelines.runtime.ranks.rank import resolve_target
 resolve_target("{JOBS}:let_connections_break")()
 """
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from autoddl.__main__ import main
-from autoddl.pipelines.runtime.launcher import RankPool
-from autoddl.pipelines.runtime.network import namespace_available
-from autoddl.pipelines.runtime.processes import reserve_port
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.network import namespace_available
+from autoddl.pipelines.runtime.ranks.processes import reserve_port
 
 from ..processes import START
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
+from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES, NOISE_BYTES
 
 from .sent_bytes import NUM_RECOUNTS, Sent, check_sent
 

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from autoddl.pipelines.runtime.turns import _ATTRIBUTES, TURN_NS
+from autoddl.pipelines.runtime.ranks.turns import _ATTRIBUTES, TURN_NS
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 
 SCRIPT = """
 import ctypes, os, sys, threading
-from autoddl.pipelines.runtime.turns import _ATTRIBUTES, take_short_turns
+from autoddl.pipelines.runtime.ranks.turns import _ATTRIBUTES, take_short_turns
 
 def turn():
     buffer = ctypes.create_string_buffer(_ATTRIBUTES.size)

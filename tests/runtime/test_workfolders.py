@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from autoddl.pipelines.runtime.workfolders import WorkFolder
+from autoddl.pipelines.runtime.ranks.workfolders import WorkFolder
 
 HOLDER = """
 import signal, sys
-from autoddl.pipelines.runtime.workfolders import WorkFolder
+from autoddl.pipelines.runtime.ranks.workfolders import WorkFolder
 folder = WorkFolder(sys.argv[1])
 (folder.path / "data").write_text("data")
 print(folder.path, flush=True)
@@ -75,7 +75,7 @@ def test_what_is_not_ours_stays(tmp_path):
 
 POOL = """
 import signal
-from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 with RankPool(2, with_oneflow=False) as pool:
     print(pool.log_dir, flush=True)
     signal.pause()

@@ -7,7 +7,7 @@ from typing import Any
 
 from oneflow import nn
 
-from autoddl.pipelines.runtime.layouts import ParameterLayout
+from autoddl.pipelines.runtime.comm.layouts import ParameterLayout
 from autoddl.pipelines.runtime.parameters import StoredParameter, parameter_groups
 from autoddl.pipelines.runtime.stepping import Ranks
 

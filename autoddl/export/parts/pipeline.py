@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import oneflow as flow
 
-from autoddl.pipelines.runtime.layouts import Layout, ParameterLayout
+from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout
 from autoddl.pipelines.runtime.parameters import StoredParameter
 from autoddl.pipelines.runtime.pipeline.actions import BoundaryTensor, Reduce, Run
 from autoddl.pipelines.runtime.pipeline.data import BatchSource, LossPart, SlotData

@@ -7,7 +7,7 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 
-from ..layouts import attention_sections
+from ..comm.layouts import attention_sections
 from ..statements import RANKS, Call, LayerContext, LayerProgram, Name, Statement, X
 
 __all__ = ["drops_probabilities", "program"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..layouts import are_stored_separately, product_order
+from ..comm.layouts import are_stored_separately, product_order
 from ..statements import (
     ALL_STEPS,
     LOSSES,

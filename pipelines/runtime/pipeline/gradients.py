@@ -20,7 +20,7 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis
 
-from ..layouts import ParameterLayout
+from ..comm.layouts import ParameterLayout
 from ..load import load_oneflow
 from ..stepping import Ranks, num_bytes
 from .actions import Reduce

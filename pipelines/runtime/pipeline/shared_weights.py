@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from ..layouts import ParameterLayout
+from ..comm.layouts import ParameterLayout
 
 __all__ = ["WeightPiece", "weight_pieces"]
 

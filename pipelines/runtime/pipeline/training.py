@@ -17,7 +17,7 @@ from autoddl.costmodel.limits import MAX_TRAINING_PASSES
 
 from ...generators import generate
 from ...schedule import Schedule
-from ..launcher import RankPool
+from ..ranks.launcher import RankPool
 from .checkpoint import prepare_directory
 from .problems import TrainingProblem
 from .report import PipelineReport, combine

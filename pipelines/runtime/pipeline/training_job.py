@@ -7,7 +7,7 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 
 from ..load import load_oneflow
-from ..rank import report
+from ..ranks.rank import report
 from .report import RankReport
 from .trainer import PipelineTrainer
 from .training import Begun, Saved, TrainingOptions, Warned

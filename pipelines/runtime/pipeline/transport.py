@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import receive, send, sum_over
+from ..comm.collectives import receive, send, sum_over
 from ..detaching import detached
 from ..load import load_oneflow
 from .actions import Message

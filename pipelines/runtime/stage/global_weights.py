@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts import coarsest_mesh, common_mesh, split_dims
+from ..comm.layouts import coarsest_mesh, common_mesh, split_dims
 from ..load import load_oneflow
 from ..parameters import StoredParameter, parameter_groups
 from .model import StoredWeight

@@ -13,8 +13,8 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
+from ..comm.layouts import ParameterLayout, parameter_layouts
 from ..dropouts import check_dropouts
-from ..layouts import ParameterLayout, parameter_layouts
 from ..statements import LOSSES
 from ..userparameters import check_parameters, find_parameter, first_names
 from .plan import StagePlan, check_stages

@@ -22,10 +22,10 @@ from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
 
+from ..comm.moves import move_calls
+from ..comm.moving import run_moves
 from ..feeding import feeds_of, inputs_of
 from ..layers import Body, build_body
-from ..moves import move_calls
-from ..moving import run_moves
 from ..setting import Batch, LayerSetting
 from ..statements import Call
 from ..stepping import Stepper

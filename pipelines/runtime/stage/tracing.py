@@ -15,8 +15,8 @@ from autoddl.costmodel.collectives import Step
 
 from ..detaching import detached
 from ..load import load_oneflow
+from ..ranks.wire import Traffic
 from ..setting import Batch
-from ..wire import Traffic
 from .stage import Stage
 
 flow = load_oneflow()

@@ -24,7 +24,7 @@ from autoddl.pipelines.runtime.pipeline.chain import (
 )
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.training_job import train_on_rank
-from autoddl.pipelines.runtime.wire import measure, measure_baseline
+from autoddl.pipelines.runtime.ranks.wire import measure, measure_baseline
 
 flow = load_oneflow()
 nn = flow.nn

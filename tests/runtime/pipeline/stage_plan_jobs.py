@@ -12,8 +12,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.ranks.wire import measure, measure_baseline
 from autoddl.pipelines.runtime.stage.model import PlannedModel
-from autoddl.pipelines.runtime.wire import measure, measure_baseline
 
 flow = load_oneflow()
 

@@ -14,11 +14,11 @@ from autoddl.pipelines import Schedule, Times, generate, simulate
 from autoddl.pipelines.communication import boundary_crossings, communication_bytes
 from autoddl.pipelines.draw import to_text
 from autoddl.pipelines.memory import peak_activations, peak_weight_versions
-from autoddl.pipelines.runtime.failures import RankError
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.report import PipelineReport, combine
+from autoddl.pipelines.runtime.ranks.failures import RankError
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 
 from ..sent_bytes import Sent, check_sent
 

@@ -15,9 +15,9 @@ from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.strategy import Strategy
 from autoddl.pipelines import Schedule, generate
 from autoddl.pipelines.memory import peak_activations, peak_weight_versions
-from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.pipeline.report import PipelineReport, combine
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.zoo.feedforward import mlp
 from autoddl.zoo.transformers import Transformer, gpt

@@ -29,9 +29,9 @@ __all__ = ["LOG_TAIL_BYTES", "RankProcess", "is_listening", "rank_environment", 
 
 _START = (
     "import json, sys; paths, options = sys.argv[1:]; sys.argv[1:] = []; sys.path[:] = json.loads(paths); "
-    "from autoddl.pipelines.runtime.keeper import keep; "
+    "from autoddl.pipelines.runtime.ranks.keeper import keep; "
     "keep(*(json.loads(options)[name] for name in ('read_fd', 'write_fd', 'launcher_timeout_s'))); "
-    "from autoddl.pipelines.runtime.rank import main; main(options)"
+    "from autoddl.pipelines.runtime.ranks.rank import main; main(options)"
 )
 # A rank whose process is in state T for this long has been stopped by a signal.
 _STOPPED_SECONDS = 3.0

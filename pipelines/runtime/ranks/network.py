@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .availability import Availability
+from ..availability import Availability
 
 __all__ = ["LoopbackCounters", "create_namespace", "join_namespace", "namespace_available", "read_loopback"]
 

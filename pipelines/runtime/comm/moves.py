@@ -24,7 +24,7 @@ from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.redistribution import Digit, Holding, Move, Redistribution, Route
 from autoddl.costmodel.sbp import Broadcast, PartialSum
 
-from .statements import RANKS, Call, X
+from ..statements import RANKS, Call, X
 
 __all__ = ["move_calls"]
 

@@ -9,11 +9,11 @@ from typing import Any
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.redistribution import Route
 
+from ..statements import Call
+from ..stepping import Ranks, Stepper
 from .collectives import pad_shard, take_shard
 from .exchanging import exchange_tensor
 from .moves import move_calls
-from .statements import Call
-from .stepping import Ranks, Stepper
 
 __all__ = ["exchange_digits", "keep_first_copy", "move_tensor", "pad_digit", "run_moves", "take_digit"]
 

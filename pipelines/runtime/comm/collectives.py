@@ -44,7 +44,7 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
-from .load import load_oneflow
+from ..load import load_oneflow
 from .mesh import RankAxis
 
 flow = load_oneflow()

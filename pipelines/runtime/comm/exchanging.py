@@ -13,9 +13,9 @@ from typing import Any
 from autoddl.costmodel.crossing import Cuts, Piece, cuts_of, held_by, moving_pieces
 from autoddl.costmodel.exchange import Exchange
 
+from ..load import load_oneflow
+from ..stepping import Ranks, Stepper, num_bytes
 from .collectives import receive, send
-from .load import load_oneflow
-from .stepping import Ranks, Stepper, num_bytes
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase

@@ -29,8 +29,8 @@ from typing import Any, Union
 
 from autoddl.costmodel.errors import UserError
 
+from ..load import is_available
 from .failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
-from .load import is_available
 from .localranks import LocalRanks, RankMessage
 from .network import namespace_available
 from .processes import RankProcess, is_listening, rank_environment, reserve_port, share_of_cores
@@ -359,7 +359,7 @@ def launch_script(
         raise UserError(f"script {path} does not exist")
     script = str(Path(path).resolve())
     launch(
-        "autoddl.pipelines.runtime.rank:run_script",
+        "autoddl.pipelines.runtime.ranks.rank:run_script",
         num_ranks,
         script,
         list(arguments),

@@ -39,7 +39,7 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
-from .load import load_oneflow, preload_libraries
+from ..load import load_oneflow, preload_libraries
 from .messages import read_message, write_message
 from .network import create_namespace, join_namespace
 from .parting import leave_network, wait_for_departures

@@ -21,8 +21,16 @@ __all__ = [
     "waited_too_long",
 ]
 
+_HERE = Path(__file__).parent
+#: Files whose frames do not tell a user where an error is from.
 _RUNTIME_FILES = {
-    str(Path(__file__).with_name(name)) for name in ("collectives.py", "messages.py", "rank.py", "wire.py")
+    str(path)
+    for path in (
+        _HERE / "messages.py",
+        _HERE / "rank.py",
+        _HERE / "wire.py",
+        _HERE.with_name("comm") / "collectives.py",
+    )
 }
 
 

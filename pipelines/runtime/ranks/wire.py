@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .load import load_oneflow
+from ..load import load_oneflow
 from .network import read_loopback
 
 __all__ = [
