@@ -11,7 +11,7 @@ from typing import Any
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
+from autoddl.costmodel.units import format_bytes, format_count, format_ranges, format_seconds
 
 from .explain import PlanView
 from .explain.groups import group_name, place_of
@@ -180,6 +180,7 @@ def _cluster(cluster: Cluster) -> dict[str, str]:
 
 def _options(view: PlanView) -> dict[str, str]:
     workload = view.plan.workload
+    size = 0 if view.certificate is None else view.certificate.space_size
     return {
         "batch": f"{workload.batch}",
         "micro-batch": f"{workload.micro_batch}",
@@ -189,15 +190,9 @@ def _options(view: PlanView) -> dict[str, str]:
         "objective": view.objective,
         "method": view.method,
         "memory limit": format_bytes(view.memory_limit_bytes),
-        "plans to choose from": "not counted" if view.certificate is None else _space(view.certificate.space_size),
+        "plans to choose from": format_count(size) if size else "not counted",
         "certificate": view.verdict,
     }
-
-
-def _space(size: int) -> str:
-    if size == 0:
-        return "not counted"
-    return f"{size:,}" if size < 10**9 else f"10^{len(str(size)) - 1}"
 
 
 def _pipeline(view: PlanView) -> dict[str, str]:

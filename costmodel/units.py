@@ -11,6 +11,7 @@ __all__ = [
     "abridged",
     "counted",
     "format_bytes",
+    "format_count",
     "format_memory_limit",
     "format_ranges",
     "format_seconds",
@@ -90,6 +91,15 @@ def counted(number: int, what: str) -> str:
     ('1 simulation', '1,234 simulations')
     """
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def format_count(number: int) -> str:
+    """A count with separators of thousands; from 10^9 on only its order of magnitude.
+
+    >>> format_count(24_010_000), format_count(3 * 10**15)
+    ('24,010,000', '10^15')
+    """
+    return f"{number:,}" if number < 10**9 else f"10^{len(str(number)) - 1}"
 
 
 def format_memory_limit(nbytes: float) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Union
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.pipeline.problems import (
@@ -24,6 +24,7 @@ from autoddl.pipelines.runtime.pipeline.training import train as train_on_ranks
 
 from .. import planfile
 from ..training import FileProblem, check_no_text, problem_of_plan
+from .files import FilePath
 from .options import takes
 from .results import Result
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SEQUENCE", "Training", "train"]
 
-AnyPath = Union[str, "os.PathLike[str]"]
 
 #: Default number of bytes in a sample, for transformers that are trained without a plan.
 SEQUENCE = 64
@@ -156,17 +156,17 @@ class ScheduleOptions(TypedDict, total=False):
 
 @takes(ScheduleOptions, {"untied": False, "recompute": False})
 def train(
-    plan_or_model: AnyPath | planfile.PlanFile,
+    plan_or_model: FilePath | planfile.PlanFile,
     *,
     model: str = "",
     edited: bool = False,
-    text: AnyPath | None = None,
+    text: FilePath | None = None,
     compress_boundaries: bool = False,
     steps: int = 50,
     optimizer: str = "Adam",
     learning_rate: float = 1e-3,
     seed: int = 0,
-    checkpoints: AnyPath | None = None,
+    checkpoints: FilePath | None = None,
     every: int = 10,
     quiet: bool = False,
     on_step: Callable[[TrainingStep], None] | None = None,
@@ -324,7 +324,7 @@ def _check_numbers(steps: int, every: int, seed: int) -> None:
         raise UserError(f"seed is {seed}, should be 0 or more")
 
 
-def _path(name: str, text: AnyPath) -> Path:
+def _path(name: str, text: FilePath) -> Path:
     """Return an argument as an absolute path; raise UserError if it is not a path."""
     try:
         return Path(text).resolve()

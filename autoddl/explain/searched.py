@@ -12,7 +12,6 @@ __all__ = [
     "RivalFigures",
     "StrategySpace",
     "certificate_of",
-    "includes_summa",
     "rivals_of",
     "settings_of",
     "strategy_space_of",
@@ -125,8 +124,3 @@ def strategy_space_of(fields: Fields) -> StrategySpace | None:
         return None
     options = fields.object("options")
     return StrategySpace(options.boolean("untied"), options.boolean("summa"))
-
-
-def includes_summa(fields: Fields) -> bool:
-    """Whether the options of a plan let the search choose Summa meshes."""
-    return fields.object("options").boolean("summa")

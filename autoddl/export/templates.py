@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from autoddl.pipelines.runtime.load import CUDA_LIBRARIES
+
 from ..zoo.builtin import MLPSizes, VGGSizes
 from .scene import Scene
 from .source import literal
@@ -70,13 +72,7 @@ _STARTUP = """if int(os.environ.get("WORLD_SIZE", "1")) != @ranks@:
 if (spec := importlib.util.find_spec("nvidia")) is not None:
     os.environ.setdefault("GLOG_minloglevel", "3")
     for library in (
-        "cublas/lib/libcublasLt.so.11",
-        "cublas/lib/libcublas.so.11",
-        "cudnn/lib/libcudnn.so.8",
-        "cudnn/lib/libcudnn_ops_infer.so.8",
-        "cudnn/lib/libcudnn_ops_train.so.8",
-        "cudnn/lib/libcudnn_cnn_infer.so.8",
-        "cudnn/lib/libcudnn_cnn_train.so.8",
+@libraries@
     ):
         for folder in map(Path, spec.submodule_search_locations or []):
             if (folder / library).exists():
@@ -201,7 +197,8 @@ def arguments() -> argparse.Namespace:
 
 def startup_text(num_ranks: int) -> str:
     """Return the statements before the import of OneFlow: check the number of ranks, load shared libraries."""
-    return _STARTUP.replace("@ranks@", str(num_ranks))
+    libraries = "\n".join(f'        "{library}",' for library in CUDA_LIBRARIES)
+    return _STARTUP.replace("@ranks@", str(num_ranks)).replace("@libraries@", libraries)
 
 
 def main_text(scene: Scene, model: str) -> str:

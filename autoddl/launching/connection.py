@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.runtime.memory_files import MemoryFile
 from autoddl.pipelines.runtime.ranks.descendants import end_descendants, is_stopped
-from autoddl.pipelines.runtime.ranks.memory_files import MemoryFile
 
 from .heartbeat import HeartbeatTimes
 from .hosts import Host

@@ -37,10 +37,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from autoddl.pipelines.runtime.memory_files import MemoryFile
 from autoddl.pipelines.runtime.ranks.descendants import become_subreaper, end_descendants
 from autoddl.pipelines.runtime.ranks.failures import RankFailure
 from autoddl.pipelines.runtime.ranks.localranks import LocalRanks
-from autoddl.pipelines.runtime.ranks.memory_files import MemoryFile
 from autoddl.pipelines.runtime.ranks.processes import (
     LOG_TAIL_BYTES,
     is_listening,

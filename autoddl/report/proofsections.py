@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoddl.costmodel.documents import Fields
-from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.costmodel.units import format_bytes, format_count, format_seconds
 
 from ..explain import PlanView, RivalFigures
-from ..explain.searched import includes_summa, settings_of
+from ..explain.searched import settings_of
 from ..plandocument import NOT_CLAIMED
 from .charts import Segment, bar
 from .markup import Content, Markup, element
@@ -102,7 +102,7 @@ def certificate_section(view: PlanView) -> Section:
             "baselines and trust do not apply to it."
         )
         return Section("certificate", "Certificate", NOT_CLAIMED.capitalize(), (paragraph(lead, class_="lead"),))
-    size = f"{proof.space_size:,}" if proof.space_size < 10**9 else f"10{_superscript(len(str(proof.space_size)) - 1)}"
+    size = format_count(proof.space_size)
     if not proof.space_size:
         size = "not counted"
         finding = f"Not proven: {view.method}'s planner chose this plan; pipeline='auto' searches for the best one"
@@ -130,13 +130,8 @@ def certificate_section(view: PlanView) -> Section:
 
 def _excluded_options(view: PlanView) -> list[tuple[str, str]]:
     """Return the fact on strategies that the options of the search excluded, if there are any."""
-    return [] if includes_summa(view.fields) else [("Excluded", "Summa meshes; summa=True includes them")]
-
-
-def _superscript(number: int) -> str:
-    return str(number).translate(
-        str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-    )
+    space = view.strategy_space
+    return [] if space is None or space.summa else [("Excluded", "Summa meshes; summa=True includes them")]
 
 
 def _settings_table(settings: Sequence[Fields]) -> Markup:

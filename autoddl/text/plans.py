@@ -15,7 +15,7 @@ from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster, Level
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.units import counted, format_bytes, format_ranges, format_seconds
+from autoddl.costmodel.units import counted, format_bytes, format_count, format_ranges, format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import StageChoice
 from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
@@ -443,7 +443,7 @@ class _Phrases:
 def _phrases(result: PlanResult) -> _Phrases:
     objective, size = result.options.base.objective, result.considered.configurations
     if result.options.pipeline is None:
-        count = f"{size:,}" if size < 10**9 else f"10^{len(str(size)) - 1}"
+        count = format_count(size)
         what = "communication time" if objective == "communication" else "step time"
         return _Phrases("assignment", f"{count} assignments", f"of strategies that fit has a smaller {what}", "better")
     count = f"{size:,}" if size < 10**9 else f"{size:.1e}"

@@ -23,7 +23,7 @@ Models:
   which input each layer reads.
 - `models`: the built-in families as plain modules; `samples`: data to train on.
 
-`load` imports OneFlow with its CUDA libraries, and says whether it is available (`availability`).  `statements`, `feeding` and
-`samples` do without OneFlow; the other modules of this folder need it when they are imported.  Nothing is imported here, so that
-processes without OneFlow never load it.
+`load` imports OneFlow with its CUDA libraries, and says whether it is available (`availability`).  `memory_files` has files in
+memory.  `statements`, `feeding` and `samples` do without OneFlow; the other modules of this folder need it when they are imported.
+Nothing is imported here, so that processes without OneFlow never load it.
 """

@@ -27,12 +27,13 @@ from types import ModuleType
 from autoddl.costmodel.errors import UserError
 
 from .availability import Availability
-from .ranks.memory_files import MemoryFile
+from .memory_files import MemoryFile
 
-__all__ = ["is_available", "load_oneflow", "preload_libraries"]
+__all__ = ["CUDA_LIBRARIES", "is_available", "load_oneflow", "preload_libraries"]
 
-# Dependencies first: cublas needs cublasLt, every cudnn_* needs cudnn, *_train needs *_infer.
-_CUDA_LIBRARIES = (
+#: OneFlow's CUDA libraries in NVIDIA's packages.  Dependencies come first: cublas needs cublasLt, every cudnn_* needs cudnn, and
+#: *_train needs *_infer.
+CUDA_LIBRARIES = (
     "cublas/lib/libcublasLt.so.11",
     "cublas/lib/libcublas.so.11",
     "cudnn/lib/libcudnn.so.8",
@@ -118,7 +119,7 @@ def preload_libraries() -> None:
 def preload_cuda_libraries() -> None:
     """Load the CUDA libraries of the NVIDIA wheels, if they are installed."""
     for directory in _nvidia_directories():
-        for name in _CUDA_LIBRARIES:
+        for name in CUDA_LIBRARIES:
             path = directory / name
             if path.exists():
                 ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -130,7 +131,7 @@ def _nvidia_directories() -> list[Path]:
 
 
 def _wheel_has(name: str) -> bool:
-    wanted = [library for library in _CUDA_LIBRARIES if library.startswith(f"{name}/")]
+    wanted = [library for library in CUDA_LIBRARIES if library.startswith(f"{name}/")]
     return any(all((directory / library).exists() for library in wanted) for directory in _nvidia_directories())
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from autoddl.pipelines.runtime.ranks.memory_files import MemoryFile
+from autoddl.pipelines.runtime.memory_files import MemoryFile
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
 

@@ -4,7 +4,7 @@
   `localranks` has their processes (`processes`), `rank` is what runs in each of them, `messages` is what they exchange with the
   launcher, `failures` describes what goes wrong.
 - `keeper`: the process above a rank that ends everything that the rank started (`descendants`); `parting`: how ranks that are done
-  leave; `workfolders`, `memory_files`: where they write.
+  leave; `workfolders`: the folders that they write to.
 - `network`, `connections`, `wire`: a private network for the ranks of a job, and the bytes that they really send; `turns`: short
   turns of threads on shared cores.
 
