@@ -162,13 +162,8 @@ class Relaxation:
         from scipy.optimize import linprog
         from scipy.sparse import csr_matrix
 
-        terms, stages, count = self.terms, self.num_stages, len(self._stage)
-        # Coefficients of x in the rows of paths, transfers included, and the paths' constant transfers.
-        weights = np.stack([self._paths[:, part] for part in terms.of_stages])
-        of_paths = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])
-        of_boundaries = self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]
-        crossing, constants = self.runs.transfer_coefficients(of_boundaries)
-        of_paths = of_paths + crossing[:, self._stage, self._run]
+        stages, count = self.num_stages, len(self._stage)
+        of_paths, crossing, constants = self._path_rows()
         scale = max(float(of_paths.max(initial=0.0)), 1e-30)
         # The rows of stages, of boundaries that are restricted by the ranges, and of workers' memory.
         of_stages = self._stage[None] == np.arange(stages)[:, None]
@@ -225,6 +220,16 @@ class Relaxation:
             times=self._times(amounts),
             boundaries=np.cumsum(of_stages @ amounts)[:-1],
         )
+
+    def _path_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
+        """Return the coefficients of the columns in the rows of paths, transfers included, shape (paths, columns); the coefficients of
+        the transfers alone, shape (paths, stages, runs); and the constant transfers of the paths [s]."""
+        terms = self.terms
+        weights = np.stack([self._paths[:, part] for part in terms.of_stages])
+        of_columns = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])
+        of_boundaries = self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]
+        crossing, constants = self.runs.transfer_coefficients(of_boundaries)
+        return of_columns + crossing[:, self._stage, self._run], crossing, constants
 
     def reduced_costs(self, costs: np.ndarray) -> np.ndarray:
         """Return the reduced costs of ways to run units at the latest solution; a negative one shortens the step.
