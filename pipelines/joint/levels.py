@@ -23,6 +23,8 @@ There are two methods:
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .bounds import fill_and_drain, worker_loads
@@ -46,8 +48,10 @@ def bottleneck_bound(cut_graph: CutGraph, threshold: float) -> float:
         threshold: The bound is of use if it reaches this many seconds.
 
     Returns:
-        The bound [s].  If workers have several stages, it is either ``threshold`` or 0.
+        The bound [s]; 0 if the threshold is infinite.  If workers have several stages, it is either ``threshold`` or 0.
     """
+    if math.isinf(threshold):
+        return 0.0
     if cut_graph.has_one_stage_per_worker:
         return _least_largest_load(cut_graph, threshold)
     return threshold if _exceeds_on_all_cuts(cut_graph, threshold) else 0.0

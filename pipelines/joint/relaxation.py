@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -184,15 +185,18 @@ class Relaxation:
         theta[: len(of_paths)] = -1.0
         is_possible = self.runs.possible_in(ranges)[self._stage, self._run]
         of_runs = (self._run[None] == np.arange(len(self.sizes))[:, None]).astype(float)
-        solution = linprog(
-            np.append(np.zeros(count), 1.0),
+        program: dict[str, Any] = dict(
+            c=np.append(np.zeros(count), 1.0),
             A_ub=csr_matrix(np.hstack([rows, theta])),
             b_ub=upper,
             A_eq=csr_matrix(np.hstack([of_runs, np.zeros((len(of_runs), 1))])),
             b_eq=self.sizes.astype(float),
             bounds=np.column_stack([np.zeros(count + 1), np.append(np.where(is_possible, np.inf, 0.0), np.inf)]),
-            method="highs-ds",
         )
+        solution = linprog(**program, method="highs-ds")
+        if solution.status not in (0, _INFEASIBLE):
+            # The simplex method has numerical difficulties with some programs that have no solution.
+            solution = linprog(**program, method="highs-ipm")
         if solution.status == _INFEASIBLE:
             return None
         if solution.status != 0:
@@ -222,8 +226,12 @@ class Relaxation:
         )
 
     def _path_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
-        """Return the coefficients of the columns in the rows of paths, transfers included, shape (paths, columns); the coefficients of
-        the transfers alone, shape (paths, stages, runs); and the constant transfers of the paths [s]."""
+        """Return the coefficients of the program's rows of paths.
+
+        Returns:
+            The coefficients of the columns, transfers included, shape (paths, columns); those of the transfers alone, shape (paths,
+            stages, runs); and the constant transfers of the paths [s].
+        """
         terms = self.terms
         weights = np.stack([self._paths[:, part] for part in terms.of_stages])
         of_columns = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])

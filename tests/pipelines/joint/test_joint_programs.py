@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.joint.cut_graph import Bound, UnitRuns
+from autoddl.pipelines.joint.cut_graph import Bound, CutGraph, UnitRuns
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
 from autoddl.pipelines.joint.explorer import Explorer
+from autoddl.pipelines.joint.levels import bottleneck_bound
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.relaxation import Relaxation
 from autoddl.pipelines.joint.setting_search import SettingSearch
@@ -182,3 +183,19 @@ def test_a_search_without_an_incumbent_finds_the_plans_that_fit() -> None:
     search.run()
     assert search.best is not None and search.best.memory_bytes == 266_240
     assert search.bound_s == search.best_s == pytest.approx(169.6394e-6, rel=1e-6)
+
+
+def test_loads_exclude_nothing_without_an_incumbent() -> None:
+    """Workers with several stages included: no load is above an infinite threshold."""
+    chain, cluster = chain_of(mlp((256, 64, 256, 64, 128, 64))), load_cluster("gcp-a100").resized(2, 2)
+    explorer = Explorer(chain, cluster, Workload(8, 2, "mixed", "adam"), limit_bytes=10**9)
+    num_grouped = 0
+    for setting in explorer.settings(2, False, lambda spec: spec.num_workers > 1):
+        demand = explorer.memory_demand(setting.schedule)
+        if demand is None:
+            continue
+        cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
+        num_grouped += not cut_graph.has_one_stage_per_worker
+        with np.errstate(all="raise"):
+            assert bottleneck_bound(cut_graph, np.inf) == 0
+    assert num_grouped
