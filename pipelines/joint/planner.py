@@ -182,9 +182,10 @@ def _plan_by_search(
     if best is None:
         job.stop.check()
         if not explored.is_finished:
-            raise UserError(
-                f"no plan of {job.graph.name} that fits was found within {job.time_limit_s:g} s; raise time_limit_s"
-            )
+            reason = "; some settings stay undecided: raise memory_limit_bytes"
+            if clock.is_over:
+                reason = f" within {job.time_limit_s:g} s; raise time_limit_s"
+            raise UserError(f"no plan of {job.graph.name} that fits was found{reason}")
         raise _infeasible(job, *_least_memory(job, explorer), error)
     rivals = [_with_bound_of_space(job, rival, explored) for rival in rivals]
     cost = _cost(job, best)
