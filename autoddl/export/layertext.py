@@ -21,9 +21,11 @@ from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of, parameter_layouts, product_order
 from autoddl.pipelines.runtime.comm.moves import move_calls
 from autoddl.pipelines.runtime.kinds.registry import layer_program
+from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, POOLING, RMS_NORM_EPS, ROTARY_BASE
+from autoddl.pipelines.runtime.stage.plan import check_input_shape, stored_rows
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
-from .scene import Scene, layout_text, stored_rows
+from .scene import Scene, layout_text
 from .source import value_text
 from .writing import StatementChain, folded
 
@@ -31,10 +33,6 @@ __all__ = ["LayerText", "TextPlace", "layer_text"]
 
 #: Functions of statements that are written as operators.
 _OPERATORS = {"add": "+", "multiply": "*"}
-#: Constant that the norms of built-in models add to the variance: layer norms, RMS norms.
-_LAYER_NORM_EPS, _RMS_NORM_EPS = 1e-5, 1e-6
-#: Base of the rotary embedding's frequencies in built-in models.
-_ROTARY_BASE = 10000.0
 #: Variable of a call's arguments that stands for the layouts before and after an exchange.
 _LAYOUTS = "the layouts"
 
@@ -230,22 +228,11 @@ class _LayerWriter:
                 priced = [steps.pop(0) for _ in range(call.num_steps)]
                 chain.assign(self._call_text(call, {_LAYOUTS: layouts}), scene.cost(priced) if priced else "")
         if len(self.place.inputs) == 1:
-            self._check_input_shape(producing_layer)
+            check_input_shape(scene.graph, self.layer, self.strategy)
             rows = stored_rows(self.layer.input_shape)
             if rows != stored_rows(producing_layer.output_shape):
                 chain.assign(f"{{x}}.reshape({{x}}.shape[0], {rows}, -1)")
         return chain
-
-    def _check_input_shape(self, producing_layer: Layer) -> None:
-        """Refuse an input whose features are reshaped while they are split over ranks."""
-        shape, layer = producing_layer.output_shape, self.layer
-        if self.strategy.p1 * self.strategy.p2 == 1 or len(shape) > 2 or len(layer.input_shape) > 2:
-            return
-        if shape[-1:] != layer.input_shape[-1:]:
-            raise UserError(
-                f"{layer.describe()}: it reads the output {shape} of {producing_layer.name!r} as {layer.input_shape}; "
-                "form='oneflow' cannot write this while features are split over ranks"
-            )
 
     def _add_weights(self, chain: StatementChain) -> None:
         """Append the statement that assigns the layer's own parameters to variables."""
@@ -345,15 +332,16 @@ class _LayerWriter:
         assert self.scene.built_in is not None
         layer, attributes = self.layer, self.layer.attributes
         if fact.function == "eps_of":
-            return repr(_LAYER_NORM_EPS if attributes["statistics"] == 2 else _RMS_NORM_EPS)
+            return repr(LAYER_NORM_EPS if attributes["statistics"] == 2 else RMS_NORM_EPS)
         if fact.function == "angles_of":
             sizes = ", ".join(map(value_text, fact.arguments))
-            return f"rotary_angles({sizes}, {_ROTARY_BASE})" if self.scene.built_in.family == "llama" else "None"
+            return f"rotary_angles({sizes}, {ROTARY_BASE})" if self.scene.built_in.family == "llama" else "None"
         if fact.function == "convolution_options":
             return value_text({name: attributes[name] for name in ("stride", "padding")})
         assert fact.function == "own_module", (layer.name, fact)
         # The only modules of built-in models that are run as they are: the poolings of VGG.
-        return self._constant(fact, "OwnModule(flow.nn.MaxPool2d(kernel_size=2, stride=2))")
+        options = ", ".join(f"{name}={value}" for name, value in POOLING.items())
+        return self._constant(fact, f"OwnModule(flow.nn.MaxPool2d({options}))")
 
     def _constant(self, fact: Fact, value: str) -> str:
         """Let ``__init__`` assign a value to an attribute, and return the expression of the attribute."""

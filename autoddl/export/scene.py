@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster
@@ -21,25 +20,13 @@ from autoddl.pipelines.runtime.comm.layouts import Layout, coarsest_mesh, common
 from ..zoo.builtin import BuiltIn
 from .source import Names, value_text
 
-__all__ = ["Scene", "cost_text", "layout_text", "stored_rows"]
+__all__ = ["Scene", "cost_text", "layout_text"]
 
 
 def cost_text(steps: Sequence[Step], cluster: Cluster) -> str:
     """Return the total time of some communication steps, and the bytes that each rank sends in them, as text."""
     seconds, nbytes = sum(map(cluster.time, steps)), sum(step.sent_bytes for step in steps)
     return f"{format_seconds(seconds)}, {format_bytes(nbytes)}"
-
-
-def stored_rows(shape: Sequence[int]) -> int:
-    """Return the rows of a sample of a tensor between layers; an image is stored as one row.
-
-    Args:
-        shape: shape of a sample: (features,), (rows, features) or (channels, height, width).
-
-    >>> stored_rows((16, 64)), stored_rows((3, 32, 32))
-    (16, 1)
-    """
-    return prod(shape[:-1]) if len(shape) <= 2 else 1
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from .load import load_oneflow
+from .model_constants import LAYER_NORM_EPS, POOLING, RMS_NORM_EPS, ROTARY_BASE
 
 flow = load_oneflow()
 nn: Any = flow.nn
@@ -101,7 +102,7 @@ class VGG(nn.Module):
                 modules += [nn.Conv2d(channels, entry, kernel_size=3, padding=1), nn.ReLU()]
                 channels = entry
             else:
-                modules.append(nn.MaxPool2d(kernel_size=2, stride=2))
+                modules.append(nn.MaxPool2d(**POOLING))
         self.features = nn.Sequential(*modules)
         flat = channels * (image // 32) ** 2
         # nn.Identity replaces the dropouts of the original, so that the modules keep their indices.
@@ -176,9 +177,9 @@ class GPTMLP(nn.Module):
 class GPTBlock(nn.Module):
     def __init__(self, width: int, heads: int, inner: int, activation: str = "gelu"):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
+        self.ln_1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.attn = GPTAttention(width, heads)
-        self.ln_2 = nn.LayerNorm(width)
+        self.ln_2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mlp = GPTMLP(width, inner, activation)
 
     def forward(self, x: Any) -> Any:
@@ -205,7 +206,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(positions, width)
         self.h = nn.ModuleList([GPTBlock(width, heads, inner or 4 * width, activation) for _ in range(layers)])
-        self.ln_f = nn.LayerNorm(width)
+        self.ln_f = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.lm_head.weight = self.wte.weight
@@ -223,7 +224,7 @@ class BertEmbeddings(nn.Module):
         self.word_embeddings = nn.Embedding(vocabulary, width)
         self.token_type_embeddings = nn.Embedding(types, width)
         self.position_embeddings = nn.Embedding(positions, width)
-        self.LayerNorm = nn.LayerNorm(width)
+        self.LayerNorm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
 
     def forward(self, tokens: Any) -> Any:
         x = self.word_embeddings(tokens) + self.token_type_embeddings(flow.zeros_like(tokens))
@@ -249,7 +250,7 @@ class BertOutput(nn.Module):
     def __init__(self, fan_in: int, width: int):
         super().__init__()
         self.dense = nn.Linear(fan_in, width)
-        self.LayerNorm = nn.LayerNorm(width)
+        self.LayerNorm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
 
     def forward(self, x: Any, residual: Any) -> Any:
         return self.LayerNorm(self.dense(x) + residual)
@@ -302,7 +303,7 @@ class BertTransform(nn.Module):
     def __init__(self, width: int, activation: str = "gelu"):
         super().__init__()
         self.dense = nn.Linear(width, width)
-        self.LayerNorm = nn.LayerNorm(width)
+        self.LayerNorm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Any) -> Any:
@@ -358,7 +359,7 @@ class Bert(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps), scaled."""
 
-    def __init__(self, width: int, eps: float = 1e-6):
+    def __init__(self, width: int, eps: float = RMS_NORM_EPS):
         super().__init__()
         self.weight = nn.Parameter(flow.ones(width))
         self.eps = eps
@@ -458,7 +459,7 @@ class Llama(nn.Module):
         activation: str = "silu",
         biases: LlamaBiases = LlamaBiases(),
         tied: bool = False,
-        theta: float = 10000.0,
+        theta: float = ROTARY_BASE,
     ):
         super().__init__()
         self.head_dim, self.theta = head_dim or width // heads, theta

@@ -23,6 +23,7 @@ from autoddl.export import FORMS, export
 from autoddl.export.library import known_names, library_text
 from autoddl.export.source import Names, comment, literal, value_text
 from autoddl.export.writing import folded
+from autoddl.pipelines.runtime.stage.plan import check_input_shape
 from autoddl.planfile import load_plan, unpipelined_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import resolve_model
@@ -217,6 +218,14 @@ def test_what_cannot_be_written_for_oneflow_is_named(plan_of, pipeline_plan):
     dropping = [replace(layer, epilogue=("gelu", "dropout")) if layer is fc else layer for layer in plan.graph.layers]
     with pytest.raises(UserError, match=r"h.0.mlp.c_fc .*it has dropout, which form='oneflow' cannot write"):
         export(replace(plan, graph=replace(plan.graph, layers=tuple(dropping))), "oneflow", model="a.py:f")
+    perceptron = load_plan(plan_of("mlp"))
+    first, *rest = perceptron.graph.layers
+    reshaping = replace(perceptron.graph, layers=(replace(first, output_shape=(2, 64)), *rest))
+    split = {layer.name: Strategy(((2, 1, 1), (1, 4, 1))) for layer in reshaping.layers}
+    with pytest.raises(UserError, match=r"fc2 .*it reshapes \(2, 64\) of 'fc1' to \(1, 128\), which is not supported"):
+        check_input_shape(reshaping, reshaping.layers[1], split["fc2"])
+    with pytest.raises(UserError, match=r"which is not supported if features are split$"):
+        export(unpipelined_plan(reshaping, perceptron.cluster, perceptron.workload, split), "oneflow", model="a.py:f")
     headless = replace(plan.graph, layers=plan.graph.layers[:-1], edges=plan.graph.edges[:-1])
     with pytest.raises(UserError, match=r"ends in lm_head .* without a loss"):
         export(replace(plan, graph=headless), "oneflow", model="a.py:f")

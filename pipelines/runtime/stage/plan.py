@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 
-__all__ = ["StagePlan", "check_stages", "entry_strategy", "source_layer", "strategies_of"]
+__all__ = [
+    "StagePlan",
+    "check_input_shape",
+    "check_stages",
+    "entry_strategy",
+    "source_layer",
+    "stored_rows",
+    "strategies_of",
+]
 
 
 @dataclass(frozen=True)
@@ -120,3 +129,34 @@ def strategies_of(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -
     source = source_layer(graph, stages, number)
     entry = {} if source is None else {source: entry_strategy(graph, stages, number)}
     return {**stages[number].strategies, **entry}
+
+
+def check_input_shape(graph: LayerGraph, layer: Layer, strategy: Strategy) -> None:
+    """Check that a layer whose features are split reads its input in the shape in which the producer wrote it.
+
+    A layer with several inputs, or none, is not checked: it reads each of them as it is.
+
+    Raises:
+        UserError: The layer reshapes its input, and the strategy splits features.
+    """
+    producers = graph.inputs(layer.name)
+    if len(producers) != 1 or strategy.p1 * strategy.p2 == 1:
+        return
+    produced, read = graph[producers[0]].output_shape, layer.input_shape
+    if len(produced) <= 2 and len(read) <= 2 and produced[-1:] != read[-1:]:
+        raise UserError(
+            f"{layer.describe()}: it reshapes {produced} of {producers[0]!r} to {read}, "
+            "which is not supported if features are split"
+        )
+
+
+def stored_rows(shape: Sequence[int]) -> int:
+    """Return the rows of a sample of a tensor between layers; an image is stored as one row.
+
+    Args:
+        shape: Shape of a sample: (features,), (rows, features) or (channels, height, width).
+
+    >>> stored_rows((16, 64)), stored_rows((3, 32, 32))
+    (16, 1)
+    """
+    return prod(shape[:-1]) if len(shape) <= 2 else 1

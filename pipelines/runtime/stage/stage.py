@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.pricing import edge_shape
@@ -30,7 +29,7 @@ from ..setting import Batch, LayerSetting
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import source_layer, strategies_of
+from .plan import check_input_shape, source_layer, stored_rows, strategies_of
 
 __all__ = ["ReadyLayer", "Stage"]
 
@@ -96,7 +95,7 @@ class Stage:
         strategy, graph = self._strategies[layer.name], self._model.graph
         recompute = self._recompute and kind_of(layer.kind).is_recomputed
         setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, recompute)
-        _check_edges(setting)
+        check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
         return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), positions)
 
@@ -155,22 +154,7 @@ class Stage:
         return self._known_moves[key]
 
 
-def _check_edges(setting: LayerSetting) -> None:
-    """Check that a layer whose features are split reads its input in the shape in which the producer wrote it."""
-    layer, graph = setting.layer, setting.graph
-    producers = graph.inputs(layer.name)
-    if len(producers) != 1 or setting.num_parts == 1:
-        return
-    produced = graph[producers[0]].output_shape
-    if len(produced) <= 2 and len(layer.input_shape) <= 2 and produced[-1:] != layer.input_shape[-1:]:
-        raise UserError(
-            f"{layer.describe()}: it reads {producers[0]!r} in another shape, {layer.input_shape} in place of {produced}; "
-            "that works where features are not split only"
-        )
-
-
 def _as_rows(x: Tensor, layer: Layer) -> Tensor:
     """Reshape an input (samples, rows, features) to the number of rows that the layer reads."""
-    shape = layer.input_shape
-    rows = int(np.prod(shape[:-1])) if len(shape) <= 2 else 1
+    rows = stored_rows(layer.input_shape)
     return x if x.shape[1] == rows else x.reshape(x.shape[0], rows, -1)
