@@ -144,7 +144,8 @@ def _constants(scene: Scene) -> str:
     lines += axis_lines(scene.axes.items(), scene.num_ranks)
     workload, aliases = scene.workload, aliases_of(scene.graph)
     lines += [
-        f"BATCH, MICRO_BATCH = {workload.batch}, {workload.micro_batch}",
+        comment("Number of samples of a micro-batch, and of micro-batches of a step."),
+        f"MICRO_BATCH, NUM_MICRO_BATCHES = {workload.micro_batch}, {workload.num_micro_batches}",
         comment("Shared parameters: further names in the plain model, and the name under which the value is stored."),
         f"ALIASES: dict[str, str] = {value_text(aliases)}",
     ]

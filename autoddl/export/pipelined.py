@@ -95,14 +95,14 @@ class _PipelineWriter:
             *([shared] if shared else []),
             instructions_text(self.pipeline, is_joint, self.shared.sharing_stages),
         ]
-        class_names = [f"Stage{number}" for number in range(self.plan.num_stages)]
-        num_updates = self.schedule.num_updates
+        class_names = tuple(f"Stage{number}" for number in range(self.plan.num_stages))
+        calls = templates.PipelineCalls(class_names, self.schedule.num_updates, bool(shared))
         return FileDraft(
             heading=self._heading(),
             num_ranks=self.ranks.num_ranks,
             plan=f"{self._workers()}\n{self._constants()}",
             sections=(("The model", tuple(classes)), ("The schedule", tuple(schedule_texts))),
-            main=templates.pipeline_main_text(self.scenes[0], class_names, num_updates, bool(shared), self.model),
+            main=templates.main_text(self.scenes[0], self.model, calls),
         )
 
     # ---- Stages ------------------------------------------------------------------------------------------------------

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autoddl.pipelines.runtime.load import CUDA_LIBRARIES
+from autoddl.pipelines.runtime.samples import text_task
 
-from ..zoo.builtin import MLPSizes, VGGSizes
+from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from .scene import Scene
 from .source import literal
 
-__all__ = ["DOCSTRING", "IMPORTS", "PIPELINE_DOCSTRING", "main_text", "pipeline_main_text", "startup_text"]
+__all__ = ["DOCSTRING", "IMPORTS", "PIPELINE_DOCSTRING", "PipelineCalls", "main_text", "startup_text"]
 
 DOCSTRING = '''"""A OneFlow model annotated with an AutoDDL plan, and its training loop. Written by `autoddl export`.
 
@@ -78,52 +80,28 @@ if (spec := importlib.util.find_spec("nvidia")) is not None:
             if (folder / library).exists():
                 ctypes.CDLL(str(folder / library), mode=ctypes.RTLD_GLOBAL)"""
 
-_MAIN = '''def build(seed: int = 0@argument@) -> Model:
-    """Make the model with its initial values."""
-@build@
-    return model
+_MAIN = '''@build@
 
 
-def batch(seed: int, step: int@batch_argument@) -> tuple[np.ndarray, ...]:
-    """Return the inputs and targets of a step, the same on every rank."""
-    rng = np.random.default_rng([seed, step])
+def batch(seed: int, number: int@batch_argument@) -> tuple[np.ndarray, ...]:
+    """Return inputs and targets of a micro-batch, the same on every rank; micro-batches are numbered over all steps."""
+    rng = np.random.default_rng([seed, number])
 @batch@
 
 
-def main(options: argparse.Namespace) -> None:
-    """Train for the given number of steps."""
-@prepare@
-    if options.load:
-        with np.load(options.load) as file:
-            load_plain_state(model, file)
-    optimizer = optimizer_of(model, @optimizer@, options.learning_rate)
-    for step in range(options.steps):
-        inputs, *_, targets = batch(options.seed, step@batch_value@)
-        loss = train_step(model, inputs, targets, MICRO_BATCH)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # accumulating into gradients of zero would communicate
-        if RANKS.rank == 0:
-            print(f"step {step + 1}: loss {loss:.6f}", flush=True)
-    if options.save:
-        state = plain_state(model, ALIASES)
-        if RANKS.rank == 0:
-            np.savez(options.save, **state)
+@main@
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the annotated model on @what@.")
-    parser.add_argument("--steps", type=int, default=10, help="number of training steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=@steps@, help="number of training steps (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=@rate@, help="learning rate of the optimizer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initial values and data (%(default)s)")
-    parser.add_argument("--load", metavar="STATE.npz", help="file with initial values: a plain model's state_dict")
-    parser.add_argument("--save", metavar="STATE.npz", help="write final values to this file, by the plain model's names")
-@options@    return parser.parse_args()
+@state_options@@data_options@    return parser.parse_args()
 
 
-@end@'''
-
-_END = '''def fail(kind: Any, error: Any, trace: Any) -> None:
+def fail(kind: Any, error: Any, trace: Any) -> None:
     """Print an exception and end the process at once; otherwise it would wait for the other ranks at exit."""
     traceback.print_exception(kind, error, trace)
     sys.stderr.flush()
@@ -134,7 +112,42 @@ if __name__ == "__main__":
     sys.excepthook = fail
     main(arguments())'''
 
-_PIPELINE_MAIN = '''def build(seed: int = 0, optimizer: str = @optimizer@, learning_rate: float = @rate@@argument@) -> Pipeline:
+_MODEL_BUILD = '''def build(seed: int = 0@argument@) -> Model:
+    """Make the model with its initial values."""
+    model = Model(@plain@)
+    @set_values@
+    return model'''
+
+_MODEL_MAIN = '''def main(options: argparse.Namespace) -> None:
+    """Train for the given number of steps."""
+@prepare@    model = build(options.seed@plain_argument@)
+@check_before@    if options.load:
+        with np.load(options.load) as file:
+            load_plain_state(model, file)
+    optimizer = make_optimizer(model.parameters(), @optimizer@, options.learning_rate)
+    for step in range(options.steps):
+        numbers = range(step * NUM_MICRO_BATCHES, (step + 1) * NUM_MICRO_BATCHES)
+        loss = train_step(model, [batch(options.seed, number@batch_value@)@ends@ for number in numbers])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # accumulating into gradients of zero would communicate
+        if RANKS.rank == 0:
+            print(f"step {step + 1}: loss {loss:.6f}", flush=True)
+    if options.save:
+        state = plain_state(model, ALIASES)
+        if RANKS.rank == 0:
+            np.savez(options.save, **state)'''
+
+_MODEL_OPTIONS = """\
+    parser.add_argument("--load", metavar="STATE.npz", help="file with initial values: a plain model's state_dict")
+    parser.add_argument("--save", metavar="STATE.npz", help="write final values to this file, by the plain model's names")
+"""
+
+#: The option of models that learn from texts.
+_TEXT_OPTION = """\
+    parser.add_argument("--text", metavar="FILE", help="train on the bytes of a file, not on random tokens")
+"""
+
+_PIPELINE_BUILD = '''def build(seed: int = 0, optimizer: str = @optimizer@, learning_rate: float = @rate@@argument@) -> Pipeline:
     """Make the stages of this rank's worker, with their initial values."""
     pipeline = Pipeline(
         stages=@stages@,
@@ -149,25 +162,18 @@ _PIPELINE_MAIN = '''def build(seed: int = 0, optimizer: str = @optimizer@, learn
         learning_rate=learning_rate,
     )
     for replica in pipeline.replicas.values():
-        @build@
-    return pipeline
+        @set_values@
+    return pipeline'''
 
-
-def batch(seed: int, number: int@batch_argument@) -> tuple[np.ndarray, ...]:
-    """Return inputs and targets of a micro-batch, the same on every rank; micro-batches are numbered over all steps."""
-    rng = np.random.default_rng([seed, number])
-@batch@
-
-
-def main(options: argparse.Namespace) -> None:
+_PIPELINE_MAIN = '''def main(options: argparse.Namespace) -> None:
     """Train for the given number of steps; each run of the schedule makes one or several steps."""
     num_updates, num_micro_batches = schedule().num_updates, schedule().num_micro_batches
     if options.steps % num_updates:
         raise ValueError(
             f"--steps is {options.steps}, should be a multiple of {num_updates}, the number of updates of the schedule"
         )
-@prepare@
-    if options.load:
+@prepare@    pipeline = build(options.seed, @optimizer@, options.learning_rate@plain_argument@)
+@check_before@    if options.load:
         load_values(pipeline, options.load)
     for run in range(options.steps // num_updates):
         first = run * num_micro_batches
@@ -176,23 +182,14 @@ def main(options: argparse.Namespace) -> None:
             if JOB_RANK == 0:
                 print(f"step {step}: loss {loss:.6f}", flush=True)
     if options.save:
-        save_values(pipeline, options.save)
+        save_values(pipeline, options.save)'''
 
-
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Train the annotated model on @what@.")
-    parser.add_argument("--steps", type=int, default=@steps@, help="number of training steps (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=@rate@, help="learning rate of the optimizer (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of initial values and data (%(default)s)")
+_PIPELINE_OPTIONS = """\
     parser.add_argument(
         "--load", metavar="STATE.npz", nargs="+", default=[], help="files with initial values: a plain model's state_dict"
     )
     parser.add_argument("--save", metavar="NAME", help="write final values to NAME.stageN.npz, by the plain model's names")
-@options@    return parser.parse_args()
-
-
-@end@'''
+"""
 
 
 def startup_text(num_ranks: int) -> str:
@@ -201,66 +198,64 @@ def startup_text(num_ranks: int) -> str:
     return _STARTUP.replace("@ranks@", str(num_ranks)).replace("@libraries@", libraries)
 
 
-def main_text(scene: Scene, model: str) -> str:
-    """Return the training functions of a file without a pipeline.
+@dataclass(frozen=True)
+class PipelineCalls:
+    """What the training functions of a file with a pipeline depend on.
 
-    Args:
-        scene: the file.
-        model: ``FILE.py:FUNCTION`` that makes the plain model; empty if the model is a built-in one.
-    """
-    made = "    model = build(options.seed)"
-    values = {
-        "argument": "",
-        "batch_argument": "",
-        "batch_value": "",
-        "build": "    model = Model()\n    initialize(model, seed)",
-        "prepare": made,
-        "options": "",
-        **_training_values(scene),
-        **(_user_values(model) if scene.built_in is None else _built_in_values(scene, "BATCH", made)),
-    }
-    return _filled(_MAIN, values)
-
-
-def pipeline_main_text(scene: Scene, stages: Sequence[str], num_updates: int, has_shared: bool, model: str) -> str:
-    """Return the training functions of a file with a pipeline.
-
-    Args:
-        scene: any stage of the file.
+    Attributes:
         stages: names of the classes of the stages.
         num_updates: number of updates of the schedule.
-        has_shared: whether several stages share a weight.
-        model: ``FILE.py:FUNCTION`` that makes the plain model; empty if the model is a built-in one.
+        has_shared_weights: whether several stages share a weight.
     """
-    steps = 10 if num_updates == 1 else 2 * num_updates
-    made = f"    pipeline = build(options.seed, {_training_values(scene)['optimizer']}, options.learning_rate)"
+
+    stages: tuple[str, ...]
+    num_updates: int
+    has_shared_weights: bool
+
+
+def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -> str:
+    """Return the functions of a file that make the model, make data and train.
+
+    Args:
+        scene: the model, or any stage of it.
+        model: ``FILE.py:FUNCTION`` that makes the plain model; empty if the model is a built-in one.
+        pipeline: the pipeline; None if the plan has one stage.
+    """
+    optimizer = scene.workload.optimizer
     values = {
         "argument": "",
         "batch_argument": "",
         "batch_value": "",
-        "build": "initialize(replica.module, seed)",
-        "prepare": made,
         "check": "",
+        "check_before": "",
+        "data_options": "",
         "ends": "",
-        "options": "",
-        "stages": f"[{', '.join(stages)}]",
-        "shared": "shared_weights()" if has_shared else "[]",
-        "steps": str(steps),
-        **_training_values(scene),
+        "optimizer": literal(optimizer),
+        "plain": "",
+        "plain_argument": "",
+        "prepare": "",
+        "rate": "0.001" if optimizer == "adam" else "0.01",
+        "set_values": f"initialize({'replica.module' if pipeline else 'model'}, seed)",
+        **(_pipeline_values(pipeline) if pipeline else _MODEL_VALUES),
+        **(_user_values(model, pipeline) if scene.built_in is None else _built_in_values(scene.built_in)),
     }
-    if scene.built_in is None:
-        values.update(_user_stage_values(model, stages, made))
-    else:
-        values.update(_built_in_values(scene, "MICRO_BATCH", made))
-    return _filled(_PIPELINE_MAIN, values)
+    parts = {name: _filled(values[name], values) for name in ("build", "main")}
+    return _filled(_MAIN, {**values, **parts})
 
 
-def _training_values(scene: Scene) -> dict[str, str]:
-    """Return the values of the placeholders that all files have."""
+#: Values of the placeholders of a file without a pipeline.
+_MODEL_VALUES = {"build": _MODEL_BUILD, "main": _MODEL_MAIN, "state_options": _MODEL_OPTIONS, "steps": "10"}
+
+
+def _pipeline_values(pipeline: PipelineCalls) -> dict[str, str]:
+    """Return the values of the placeholders of a file with a pipeline."""
     return {
-        "optimizer": literal(scene.workload.optimizer),
-        "rate": "0.001" if scene.workload.optimizer == "adam" else "0.01",
-        "end": _END,
+        "build": _PIPELINE_BUILD,
+        "main": _PIPELINE_MAIN,
+        "state_options": _PIPELINE_OPTIONS,
+        "stages": f"[{', '.join(pipeline.stages)}]",
+        "shared": "shared_weights()" if pipeline.has_shared_weights else "[]",
+        "steps": str(10 if pipeline.num_updates == 1 else 2 * pipeline.num_updates),
     }
 
 
@@ -269,83 +264,63 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"@(\w+)@", lambda match: values[match[1]], text)
 
 
-def _user_values(model: str) -> dict[str, str]:
-    """Return the values of placeholders for a user's model without a pipeline."""
-    made = "    model = build(options.seed, plain)\n    check_against_plain(model, plain, batch(options.seed, 0, examples))"
-    return {
-        **_user_data_values(model, "BATCH", made),
-        "build": "    model = Model(plain)\n    take_plain_values(model, plain)",
-    }
+def _user_values(model: str, pipeline: PipelineCalls | None) -> dict[str, str]:
+    """Return the values of placeholders for a user's model.
 
+    A pipeline compares its first loss with the plain model's: a comparison beforehand would need another run of the schedule.
 
-def _user_stage_values(model: str, stages: Sequence[str], made: str) -> dict[str, str]:
-    """Return the values of placeholders for a user's model in a pipeline.
-
-    The training compares its first loss with the plain model's: a comparison beforehand would need another run of the schedule.
+    Args:
+        model: ``FILE.py:FUNCTION`` that makes the plain model.
+        pipeline: the pipeline; None if the plan has one stage.
     """
-    first = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"
-    expected = f"    expected = None if options.load else plain_loss(plain, {first})"
-    return {
-        **_user_data_values(model, "MICRO_BATCH", f"{made.removesuffix(')')}, plain)\n{expected}"),
-        "build": "take_plain_values(replica.module, plain, is_whole=False)",
-        "stages": f"[lambda stage=stage: stage(plain) for stage in ({', '.join(stages)})]",
+    file, _, function = model.rpartition(":")
+    values = {
+        "argument": ", plain: Any = None",
+        "batch_argument": ", examples: Any = ()",
+        "batch_value": ", examples",
+        "batch": "    return tuple(like(example, MICRO_BATCH, rng) for example in examples)",
         "ends": "[:: len(examples) - 1]",
+        "plain": "plain",
+        "plain_argument": ", plain",
+        "prepare": f"    flow.manual_seed(options.seed)\n    plain, examples = plain_model({literal(file)}, {literal(function)})\n",
+        "what": "random data like its examples",
+    }
+    if pipeline is None:
+        return {
+            **values,
+            "check_before": "    check_against_plain(model, plain, batch(options.seed, 0, examples))\n",
+            "set_values": "take_plain_values(model, plain)",
+        }
+    first = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"
+    return {
+        **values,
+        "stages": f"[lambda stage=stage: stage(plain) for stage in ({', '.join(pipeline.stages)})]",
+        "set_values": "take_plain_values(replica.module, plain, is_whole=False)",
+        "check_before": f"    expected = None if options.load else plain_loss(plain, {first})\n",
         "check": "        if not run and expected is not None:\n            check_loss(float(losses[0]), expected)\n",
     }
 
 
-def _user_data_values(model: str, size: str, made: str) -> dict[str, str]:
-    """Return the values of placeholders for the data of a user's model.
-
-    Args:
-        model: ``FILE.py:FUNCTION`` that makes the plain model.
-        size: expression of the number of samples that ``batch`` returns.
-        made: statements that make the annotated model from the variable ``plain``.
-    """
-    file, _, function = model.rpartition(":")
-    return {
-        "argument": ", plain: Any = None",
-        "batch_argument": ", examples: Any = ()",
-        "batch_value": ", examples",
-        "prepare": f"    flow.manual_seed(options.seed)\n    plain, examples = plain_model({literal(file)}, {literal(function)})\n"
-        f"{made}",
-        "batch": f"    return tuple(like(example, {size}, rng) for example in examples)",
-        "what": "random data like its examples",
-    }
-
-
-def _built_in_values(scene: Scene, size: str, made: str) -> dict[str, str]:
-    """Return the values of placeholders for the data of a built-in model.
-
-    Args:
-        scene: the file.
-        size: expression of the number of samples that ``batch`` returns.
-        made: the statement that makes the annotated model.
-    """
-    assert scene.built_in is not None
-    sizes = scene.built_in.sizes
+def _built_in_values(built_in: BuiltIn) -> dict[str, str]:
+    """Return the values of placeholders for the data of a built-in model; texts are learnt as by `autoddl train`."""
+    sizes = built_in.sizes
     if isinstance(sizes, MLPSizes):
         return {
-            "batch": f"    return random_rows(rng, ({sizes.widths[0]}, {sizes.widths[-1]}), {size})",
+            "batch": f"    return random_rows(rng, ({sizes.widths[0]}, {sizes.widths[-1]}), MICRO_BATCH)",
             "what": "random rows",
         }
     if isinstance(sizes, VGGSizes):
         return {
-            "batch": f"    return random_images(rng, (3, {sizes.image}, {sizes.image}), {sizes.classes}, {size})",
+            "batch": f"    return random_images(rng, (3, {sizes.image}, {sizes.image}), {sizes.classes}, MICRO_BATCH)",
             "what": "random images",
         }
-    rows, vocabulary = sizes.sequence, sizes.vocabulary
-    # A pipeline gets the data of `autoddl train`, so that the losses can be compared: BERT predicts masked bytes.
-    text_function = "masked_bytes" if scene.is_stage and scene.built_in.family == "bert" else "following_bytes"
-    option = (
-        '    parser.add_argument("--text", metavar="FILE", help="train on the bytes of a file, not on random tokens")\n'
-    )
+    rows, vocabulary, task = sizes.sequence, sizes.vocabulary, text_task(built_in.family)
     return {
         "batch_argument": ', text: bytes = b""',
         "batch_value": ", text",
-        "batch": f"    if text:\n        return {text_function}(rng, np.frombuffer(text, np.uint8), {size}, {rows})\n"
-        f"    return random_tokens(rng, {vocabulary}, {size}, {rows})",
-        "prepare": f'    text = read_text(options.text, {rows}, {vocabulary}) if options.text else b""\n{made}',
+        "batch": f"    if text:\n        return {task.samples.__name__}(rng, np.frombuffer(text, np.uint8), MICRO_BATCH, {rows})\n"
+        f"    return random_tokens(rng, {vocabulary}, MICRO_BATCH, {rows})",
+        "prepare": f'    text = read_text(options.text, {rows}, {vocabulary}, {task.num_tokens}) if options.text else b""\n',
         "what": "random tokens, or a text",
-        "options": option,
+        "data_options": _TEXT_OPTION,
     }

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from autoddl.costmodel.collectives import Step
+from autoddl.pipelines.runtime import train_steps
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.pipeline.report import RankReport
@@ -186,7 +187,5 @@ def loss_of(output: Any) -> Any:
 
 def make_optimizer(task: VerificationTask, parameters: Any, epsilon: float) -> Any:
     """Return the optimizer of the task's workload, for the parameters that require gradients."""
-    trained = [p for p in parameters if p.requires_grad]
-    if task.workload.optimizer == "adam":
-        return flow.optim.Adam(trained, lr=1e-3, eps=epsilon)
-    return flow.optim.SGD(trained, lr=0.01, momentum=0.9 if task.workload.optimizer == "momentum" else 0.0)
+    name = task.workload.optimizer
+    return train_steps.make_optimizer(parameters, name, 1e-3 if name == "adam" else 0.01, eps=epsilon)

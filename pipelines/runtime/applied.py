@@ -35,6 +35,7 @@ from .stage.plan import StagePlan
 from .stage.stage import Stage
 from .stage.tracing import Measure, StageTracer, TracedSection
 from .stepping import Stepper
+from .train_steps import train_step
 from .userparameters import find_parameter, first_names, values_of
 
 flow: Any = load_oneflow()
@@ -146,16 +147,15 @@ class AppliedModule(flow.nn.Module):
         num_micro_batches = self._workload.num_micro_batches
         if samples % num_micro_batches:
             raise UserError(f"a batch of {samples} does not divide into the plan's {num_micro_batches} micro-batches")
-        size, total = samples // num_micro_batches, 0.0
-        for i in range(num_micro_batches):
-            micro_batch = [argument[i * size : (i + 1) * size] for argument in batch]
-            is_last = i == num_micro_batches - 1
-            with contextlib.nullcontext() if is_last else self.no_sync():
+
+        def loss(*micro_batch: Any, sync: bool) -> Tensor:
+            with contextlib.nullcontext() if sync else self.no_sync():
                 value = self(*micro_batch)
-                loss = (loss_of(value) if loss_of else value) / num_micro_batches
-                loss.backward()
-            total += float(loss.numpy())
-        return total
+            return loss_of(value) if loss_of else value
+
+        size = samples // num_micro_batches
+        parts = [slice(i * size, (i + 1) * size) for i in range(num_micro_batches)]
+        return train_step(loss, [[argument[part] for argument in batch] for part in parts])
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, taken together as one vector, to a Euclidean norm of at most ``max_norm``; all ranks call.

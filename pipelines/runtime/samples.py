@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
-__all__ = ["MASK", "following_bytes", "like", "masked_bytes"]
+__all__ = ["MASK", "TextTask", "following_bytes", "like", "masked_bytes", "text_task"]
 
 #: The token behind all bytes.
 MASK = 256
@@ -32,6 +35,23 @@ def masked_bytes(rng: np.random.Generator, text: np.ndarray, samples: int, rows:
     others = rng.integers(0, MASK, tokens.shape)
     inputs = np.where(chosen & (luck < 0.8), MASK, np.where(chosen & (luck >= 0.9), others, tokens))
     return inputs, np.where(chosen, tokens, _NOT_COUNTED)
+
+
+class TextTask(NamedTuple):
+    """What a model learns from a text.
+
+    Attributes:
+        samples: Draws samples of a text, `following_bytes` or `masked_bytes`.
+        num_tokens: Number of tokens that samples consist of: the smallest possible vocabulary.
+    """
+
+    samples: Callable[[np.random.Generator, np.ndarray, int, int], tuple[np.ndarray, np.ndarray]]
+    num_tokens: int
+
+
+def text_task(family: str) -> TextTask:
+    """Return what the models of a built-in family learn from a text: BERT predicts masked bytes, the others the next byte."""
+    return TextTask(masked_bytes, MASK + 1) if family == "bert" else TextTask(following_bytes, MASK)
 
 
 def passages(rng: np.random.Generator, text: np.ndarray, samples: int, length: int) -> np.ndarray:

@@ -114,6 +114,23 @@ def test_a_pipeline_of_one_stage_is_a_plan_without_one(recompute):
         export(staged_plan([(0, 4, "stage")], 4), "oneflow")
 
 
+@pytest.mark.parametrize(("family", "samples"), [("bert", "masked_bytes"), ("gpt", "following_bytes")])
+def test_a_model_learns_the_same_with_and_without_a_pipeline(family, samples):
+    """Both files have the same function for data, which draws the samples that `autoddl train` draws."""
+    texts = [
+        export(staged_plan(cuts, 4 // len(cuts), f"{family}:4x512"), "oneflow")
+        for cuts in ([(0, 4, "none")], [(0, 2, "none"), (2, 4, "none")])
+    ]
+    functions = [ast.get_source_segment(text, definitions_of(text)["batch"]) for text in texts]
+    assert functions[0] == functions[1]
+    assert f"return {samples}(" in functions[0] and all(f"def {samples}(" in text for text in texts)
+
+
+def definitions_of(text: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a file by name."""
+    return {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+
+
 def test_the_library_of_a_pipeline_is_the_runtimes_own_text(pipeline_plan):
     """The file contains the source of the engine, of its computations, of gradient sums and of the reader of instructions."""
     _, _, library = export(pipeline_plan, "oneflow").partition("# ==== The library")

@@ -88,7 +88,9 @@ def _measured(applied: Any, exported: Any, model: Any, batch: Any, repeats: int,
     def run_exported() -> float:
         for parameter in parameters:
             parameter.grad = None
-        return exported.train_step(model, *batch, exported.MICRO_BATCH)
+        size = exported.MICRO_BATCH
+        starts = range(0, len(batch[0]), size)
+        return exported.train_step(model, [[part[start : start + size] for part in batch] for start in starts])
 
     losses = run_applied(), run_exported()
     assert abs(losses[1] / losses[0] - 1) < 1e-5, losses

@@ -117,7 +117,9 @@ def _compared(
             return applied.train_step(inputs, targets)
 
         def run_exported(inputs: Any = inputs, targets: Any = targets) -> float:
-            return exported.train_step(model, inputs, targets, exported.MICRO_BATCH)
+            parts = [slice(i, i + exported.MICRO_BATCH) for i in range(0, workload.batch, exported.MICRO_BATCH)]
+            assert len(parts) == exported.NUM_MICRO_BATCHES
+            return exported.train_step(model, [(inputs[part], targets[part]) for part in parts])
 
         for i, run in enumerate((run_applied, run_exported)):
             loss, traffic = (run(), None) if meter is None else meter(run)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import autoddl
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.graph import Layer, LayerGraph, graph_from_document
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
@@ -24,7 +25,7 @@ from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.processes import is_listening, reserve_port
-from autoddl.planfile import PlanFile, unpipelined_plan
+from autoddl.planfile import PlanFile, save_plan, unpipelined_plan
 from autoddl.zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from autoddl.zoo.transformers import Transformer
 
@@ -263,6 +264,27 @@ def test_a_file_is_a_script_that_trains_and_saves(tmp_path):
     failed = run_script(path, 2, "--load", str(tmp_path / "missing.npz"))
     assert [done.returncode for done in failed] == [1, 1]
     assert all("missing.npz" in done.stderr for done in failed)
+
+
+@pytest.mark.ranks
+def test_a_file_of_one_stage_learns_what_autoddl_train_learns(tmp_path):
+    """BERT predicts masked bytes of a text; both begin with the same values and draw the same micro-batches."""
+    if not (available := is_available()):
+        pytest.skip(available.reason)
+    plan_path, text = tmp_path / "plan.json", Path(__file__).with_name("sonnets.txt")
+    sizes = {"heads": 4, "sequence": 16, "vocabulary": 320}
+    cluster = {"cluster": "local-cpu", "nodes": 1, "devices_per_node": 2}
+    plan = autoddl.plan("bert:1x64", **sizes, **cluster, batch=8, micro_batch=4, precision="float32")
+    save_plan(plan_path, plan.document)
+    path = tmp_path / "exported.py"
+    path.write_text(oneflow_text(plan))
+    done = run_script(path, 2, "--steps", "3", "--text", str(text))
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
+    losses = [float(line.split("loss ")[1]) for line in done[0].stdout.splitlines()]
+    command = [sys.executable, "-m", "autoddl", "train", str(plan_path), "--steps", "3", "--text", str(text), "--json"]
+    trained = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert trained.returncode == 0, trained.stderr
+    assert losses == pytest.approx(json.loads(trained.stdout)["losses"], rel=1e-5)
 
 
 def test_states_of_plain_models_are_taken_and_given(ranks, tmp_path):

@@ -21,11 +21,12 @@ from autoddl.pipelines.runtime.pipeline.transport import Transport
 from autoddl.pipelines.runtime.pipeline.weights import WeightVersions
 from autoddl.pipelines.runtime.pipeline.words import Crossing, WorkerWords
 from autoddl.pipelines.runtime.pipeline.work import ModelWork
+from autoddl.pipelines.runtime.train_steps import make_optimizer
 from autoddl.pipelines.schedule import ScheduleFrame
 
 from .given import JOB_RANK, RANKS, WORKER, WORKERS
 from .parameters import all_parameters
-from .training import load_plain_state, optimizer_over, plain_state
+from .training import load_plain_state, plain_state
 
 Tensor = Any
 
@@ -136,7 +137,7 @@ class Pipeline:
         boundaries: the tensors between consecutive stages.
         joint_stages: numbers of the stages whose ranks communicate with each other while they compute.
         shared: weights that several stages hold.
-        optimizer: name of the optimizer, see `optimizer_over`.
+        optimizer: name of the optimizer, see `make_optimizer`.
         learning_rate: learning rate of all stages.
 
     Attributes:
@@ -204,7 +205,7 @@ def make_replica(module: Any, optimizer: str, learning_rate: float) -> StageRepl
     """Return a stage with an optimizer of its weights."""
     stored = all_parameters(module)
     names = [parameter.layout.name for parameter in stored]
-    weights = WeightVersions(names, stored, lambda tensors: optimizer_over(tensors, optimizer, learning_rate))
+    weights = WeightVersions(names, stored, lambda tensors: make_optimizer(tensors, optimizer, learning_rate))
     return StageReplica(module, stored, weights)
 
 

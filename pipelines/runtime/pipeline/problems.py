@@ -22,7 +22,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_TEXT_BYTES
 from autoddl.costmodel.reading import read_bytes
 
-from ..samples import MASK, following_bytes, masked_bytes, passages
+from ..samples import passages, text_task
 from .data import BatchSource
 
 __all__ = [
@@ -37,8 +37,6 @@ __all__ = [
 
 #: The transformer families that a `TextModel` can have.
 FAMILIES = ("gpt", "bert", "llama")
-#: Number of different bytes: the vocabulary of the models that predict them.
-_NUM_BYTES = 256
 
 
 class TrainingProblem(Protocol):
@@ -153,23 +151,23 @@ class TextModel:
         sizes = (self.layers, self.width, self.heads)
         model: Any
         if self.family == "gpt":
-            model = GPT(*sizes, _NUM_BYTES, self.sequence, tied=self.tied)
+            model = GPT(*sizes, self.num_tokens, self.sequence, tied=self.tied)
         elif self.family == "bert":
-            model = Bert(*sizes, MASK + 1, self.sequence, tied=self.tied)
+            model = Bert(*sizes, self.num_tokens, self.sequence, tied=self.tied)
         else:
-            model = Llama(*sizes, _NUM_BYTES, _gated_width(self.width), tied=self.tied)
+            model = Llama(*sizes, self.num_tokens, _gated_width(self.width), tied=self.tied)
         return chain_of(initialize(model, seed)), self.batches(micro_batch, seed)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that samples consist of: the smallest possible vocabulary."""
-        return MASK + 1 if self.family == "bert" else _NUM_BYTES
+        return text_task(self.family).num_tokens
 
     def batches(self, micro_batch: int, seed: int) -> BatchSource:
         """Return the micro-batches of ``micro_batch`` samples each, by number."""
-        samples_of = masked_bytes if self.family == "bert" else following_bytes
+        samples = text_task(self.family).samples
         data = _read_text(self.text, self.sequence + 1)
-        return random_batches(seed, lambda rng: samples_of(rng, data, micro_batch, self.sequence))
+        return random_batches(seed, lambda rng: samples(rng, data, micro_batch, self.sequence))
 
 
 @dataclass(frozen=True)
