@@ -5,13 +5,14 @@
 =========================================  ===============================================================================
 modules                                    contents
 =========================================  ===============================================================================
-:mod:`.oneflow`, :mod:`.pipelined`         OneFlow files of plans without and with a pipeline
+:mod:`.oneflow`, :mod:`.pipelined`         OneFlow files; the parts of a file that only pipelines have
 :mod:`.classes`, :mod:`.layertext`         classes of a OneFlow file; statements of a layer
 :mod:`.scheduletext`,                      schedule of a pipeline; weights that its stages share
 :mod:`.sharedweights`
 :mod:`.library`, :mod:`.definitions`       definitions that a OneFlow file needs, copied from the source of the runtime
 :mod:`.parts`                              further definitions for OneFlow files, which the runtime does not have
-:mod:`.templates`, :mod:`.assembling`      fixed texts of OneFlow files; the parts put together
+:mod:`.heading`, :mod:`.templates`         top of a OneFlow file; training functions and other fixed texts
+:mod:`.assembling`                         the parts put together
 :mod:`.source`, :mod:`.writing`            texts of a plan as Python source; statements; line breaks
 :mod:`.scene`                              the plan, as all writers of a OneFlow file need it
 :mod:`.annotated`, :mod:`.drawings`        layer graph with the figures of a plan; GraphML and dot

@@ -1,7 +1,7 @@
 """Puts an exported OneFlow file together: docstring, imports, model, library and training loop, in this order.
 
-Files with and without a pipeline (:mod:`.oneflow`, :mod:`.pipelined`) are both assembled here, from a `FileDraft`. Lines ``# ====``
-mark the parts of a file, lines ``# ----`` the sections of the library.
+The parts that are written for a plan come in a `FileDraft`. Lines ``# ====`` mark the parts of a file, lines ``# ----`` the
+sections of the library.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ last layer leaves it, and it shares no weights with other layers. Otherwise its 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoddl.costmodel.graph import Layer, LayerGraph
@@ -216,20 +216,30 @@ def _block_template(scene: Scene, section: _Section) -> str:
         "class @class@(nn.Module):",
         f'    """@repetitions@. Per block and step: {seconds}, {sent} sent by each rank."""',
         "",
-        f"    def __init__(self, path: str{_init_parameters(scene)}):",
+        f"    def __init__(self, path: str{_parameters({**scene.form.block_arguments, **_plain(scene)})}):",
         "        super().__init__()",
         *indented(init),
         "",
-        f"    def forward(self, block_input: Tensor{'' if scene.is_stage else ', sync: bool = True'}) -> Tensor:",
+        f"    def forward(self, block_input: Tensor{_parameters(scene.form.forward_arguments)}) -> Tensor:",
         *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[section.layers[-1].name]}",
     ]
     return "\n".join(lines)
 
 
-def _init_parameters(scene: Scene) -> str:
-    """Return the parameters of the ``__init__`` of blocks after ``path``."""
-    return f"{', placement: Any' if scene.is_stage else ''}{'' if scene.built_in else ', plain: Any'}"
+def _plain(scene: Scene) -> dict[str, str]:
+    """Return the argument of ``__init__`` with the plain model, with its type; none for built-in models."""
+    return {} if scene.built_in else {"plain": "Any"}
+
+
+def _parameters(types: Mapping[str, str]) -> str:
+    """Return further parameters of a method as text, given the type of each."""
+    return "".join(f", {name}: {kind}" for name, kind in types.items())
+
+
+def _arguments(names: Iterable[str]) -> str:
+    """Return further arguments of a call as text."""
+    return "".join(f", {name}" for name in names)
 
 
 def _append_layer(scene: Scene, layer: Layer, place: TextPlace, init: list[str], forward: list[str]) -> None:
@@ -270,19 +280,20 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
             data=f"np.zeros((len(inputs), {layer.rows}), dtype=np.int64)" if layer.name in readers[1:] else "inputs",
         )
         _append_layer(scene, layer, place, init, forward)
-    if scene.is_stage and any("placement" in line for line in init):
-        init.insert(0, f"placement = {scene.mesh_text}")
-    stage_input = "stage_input: Any, " if scene.is_stage else ""
+    # A stage places its parameters on a mesh of its own; blocks that it makes get this mesh as an argument.
+    if scene.form.block_arguments and any(scene.form.mesh in line for line in init):
+        init.insert(0, f"{scene.form.mesh} = {scene.mesh_text}")
+    stage_input = "stage_input: Any, " if scene.form.has_stage_input else ""
     lines = [
         f"class {model.name}(nn.Module):",
         f'    """{model.docstring}"""',
         "",
-        f"    def __init__(self{'' if scene.built_in else ', plain: Any'}):",
+        f"    def __init__(self{_parameters(_plain(scene))}):",
         "        super().__init__()",
         *indented(init),
         "",
         f"    def forward(self, {stage_input}inputs: np.ndarray, targets: np.ndarray"
-        f"{'' if scene.is_stage else ', sync: bool = True'}) -> Tensor:",
+        f"{_parameters(scene.form.forward_arguments)}) -> Tensor:",
         *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[graph.layers[-1].name]}",
     ]
@@ -308,10 +319,10 @@ def _append_block(
     is_taken = any(layer.name == section.block for layer in graph.layers)
     attribute = f"self.{scene.names.of(f'{section.block} blocks' if is_taken else section.block)}"
     if section is repetitions[0]:
-        arguments = (", placement" if scene.is_stage else "") + ("" if scene.built_in else ", plain")
+        arguments = _arguments({**scene.form.block_arguments, **_plain(scene)})
         init += folded(_block_list(attribute, repetitions, class_of, arguments))
     variable = variables[_input_of(graph, section)]
-    result, options = variables.result(section.layers[-1].name), "" if scene.is_stage else ", sync"
+    result, options = variables.result(section.layers[-1].name), _arguments(scene.form.forward_arguments)
     is_chain = len(repetitions) > 1 and all(
         _input_of(graph, after) == before.layers[-1].name for before, after in zip(repetitions, repetitions[1:])
     )

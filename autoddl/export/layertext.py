@@ -128,9 +128,8 @@ class _LayerWriter:
             raise UserError(
                 f"{layer.describe()}: it shares one of its weights with another layer, which form='oneflow' cannot write"
             )
-        function = "StageParameters" if scene.is_stage else "LayerParameters"
         annotation = scene.annotation([stored.axes for stored in own_layouts])
-        return f"{function}({self._parameter_layouts()}, RANKS, {annotation})"
+        return f"{scene.form.parameters}({self._parameter_layouts()}, RANKS, {annotation})"
 
     def _is_own(self, stored: ParameterLayout) -> bool:
         """Return whether a stored tensor holds only parameters that the layer does not share with an earlier one."""
@@ -246,8 +245,7 @@ class _LayerWriter:
         targets = ", ".join(variables) if len(variables) > 1 else f"({variables[0]},)"
         steps = self.work.gradient
         remark = f"gradient sums: {self.scene.cost(steps)}, once per step" if steps else ""
-        call = "leaves()" if self.scene.is_stage else "local(sync)"
-        chain.add(f"{targets} = {self.attribute}.{call}", remark)
+        chain.add(f"{targets} = {self.attribute}.{self.scene.form.weights}", remark)
 
     def _add_recomputation(self, chain: StatementChain, statement: Repeated) -> None:
         """Append a function with the statement's body, and its call with recomputation in the backward pass."""

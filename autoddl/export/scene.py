@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from autoddl.costmodel.assessment import LayerAssessment
@@ -20,7 +20,7 @@ from autoddl.pipelines.runtime.comm.layouts import Layout, coarsest_mesh, common
 from ..zoo.builtin import BuiltIn
 from .source import Names, value_text
 
-__all__ = ["Scene", "cost_text", "layout_text"]
+__all__ = ["ONE_STAGE", "PIPELINE", "ClassForm", "Scene", "cost_text", "layout_text"]
 
 
 def cost_text(steps: Sequence[Step], cluster: Cluster) -> str:
@@ -29,21 +29,47 @@ def cost_text(steps: Sequence[Step], cluster: Cluster) -> str:
     return f"{format_seconds(seconds)}, {format_bytes(nbytes)}"
 
 
-@dataclass
-class Scene:
-    """The model of an exported file, or one of its stages, while it is written.
+@dataclass(frozen=True)
+class ClassForm:
+    """What distinguishes the classes of a plan of one stage from those of a pipeline.
 
     Attributes:
-        graph: layers of the model or of the stage.
-        cluster: devices of the model or of the stage.
+        parameters: class that holds the parameters of a layer.
+        weights: call of its method that returns this rank's blocks.
+        mesh: expression of the mesh that parameters are placed on.
+        block_arguments: further arguments of ``__init__`` of blocks, each with its type.
+        forward_arguments: further arguments of ``forward``, each with its type.
+        has_stage_input: whether ``forward`` of the model or stage begins with the output of the previous stage.
+    """
+
+    parameters: str
+    weights: str
+    mesh: str
+    block_arguments: Mapping[str, str]
+    forward_arguments: Mapping[str, str]
+    has_stage_input: bool
+
+
+#: The class of a single stage sums its gradients itself, in the backward pass of a step's last micro-batch (``sync``).
+ONE_STAGE = ClassForm("LayerParameters", "local(sync)", "MESH", {}, {"sync": "bool = True"}, False)
+#: The weights of a stage of a pipeline collect gradients on each rank; the instructions of the schedule say when these are summed.
+PIPELINE = ClassForm("StageParameters", "leaves()", "placement", {"placement": "Any"}, {}, True)
+
+
+@dataclass
+class Scene:
+    """A stage of an exported file while it is written; a plan without a pipeline has one.
+
+    Attributes:
+        graph: layers of the stage.
+        cluster: devices of the stage.
         workload: batch, micro-batch, precision, optimizer and recomputation.
         strategies: strategy of each layer by name.
         assessed: price of each layer by name.
         built_in: the built-in model; None if a user's function makes the plain model.
         names: identifiers of the file for layers and variables.
         axes: names of the mesh axes that the file has used so far; stages of a file share them.
-        is_stage: whether this is a stage of a pipeline. The weights of a stage collect gradients on each rank, and the instructions
-            of the schedule say when these are summed.
+        form: form of the file's classes.
         copies: for parameters that another stage holds too, the name under which the plain model stores the value.
     """
 
@@ -54,13 +80,13 @@ class Scene:
     assessed: Mapping[str, LayerAssessment]
     built_in: BuiltIn | None
     names: Names
-    axes: dict[Axis, str] = field(default_factory=dict)
-    is_stage: bool = False
-    copies: Mapping[str, str] = field(default_factory=dict)
+    axes: dict[Axis, str]
+    form: ClassForm
+    copies: Mapping[str, str]
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the model or of the stage."""
+        """Number of ranks of the stage."""
         return self.cluster.num_devices
 
     # ---- Axes and layouts --------------------------------------------------------------------------------------------
@@ -69,7 +95,9 @@ class Scene:
         """Return the name of a mesh axis in the file; the axis is added to `axes`."""
         key = Axis(axis.size, axis.stride)
         if key not in self.axes:
-            is_all = axis.size == self.num_ranks and not self.is_stage
+            is_all = (
+                axis.size == self.num_ranks and self.form is ONE_STAGE
+            )  # stages may have different numbers of ranks
             self.axes[key] = "ALL_RANKS" if is_all else f"AXIS_{axis.size}_STRIDE_{axis.stride}"
         return self.axes[key]
 
@@ -87,7 +115,7 @@ class Scene:
         Raises:
             UserError: no mesh contains all these axes.
         """
-        mesh, placement = self.common_mesh, "placement" if self.is_stage else "MESH"
+        mesh, placement = self.common_mesh, self.form.mesh
         if mesh is None:
             axes = [axis for parameter in cuts for dim in parameter for axis in dim]
             mesh = coarsest_mesh(axes, self.num_ranks)

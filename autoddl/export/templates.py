@@ -1,4 +1,4 @@
-"""The fixed parts of an exported OneFlow file: its docstring, start-up code, training loop and command line."""
+"""The fixed parts of an exported OneFlow file: start-up code, training loop and command line."""
 
 from __future__ import annotations
 
@@ -13,53 +13,7 @@ from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from .scene import Scene
 from .source import literal
 
-__all__ = ["DOCSTRING", "IMPORTS", "PIPELINE_DOCSTRING", "PipelineCalls", "main_text", "startup_text"]
-
-DOCSTRING = '''"""A OneFlow model annotated with an AutoDDL plan, and its training loop. Written by `autoddl export`.
-
-The file needs OneFlow 0.9.0 and numpy, but not AutoDDL. Its parts are marked by lines `# ====`:
-
-    Library: ranks and mesh axes    the classes `Axis` and `Ranks`, which the next part uses
-    The plan                        ranks, mesh axes and batch size of this plan
-    The model                       a class for each kind of repeated block, and the class `Model`
-    The library                     functions and classes that the model calls, copied from AutoDDL's runtime
-    Main                            data, training loop and command line
-
-Parameters are OneFlow global tensors with the plan's placements and SBP signatures. Each rank computes with its own blocks of
-them. Every communication step is a statement, with its predicted price as a comment: the time, and the bytes that each rank
-sends. The backward pass runs the adjoint of each step, at the same price. Activations have the shape (samples, rows, features);
-samples are split over the p0 ranks, features over the other ranks.
-
-The file can be edited like any model. Start it with
-
-    python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
-
-or with any launcher that sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK.
-"""'''
-
-PIPELINE_DOCSTRING = '''"""A OneFlow pipeline annotated with an AutoDDL plan, and its training loop. Written by `autoddl export`.
-
-The file needs OneFlow 0.9.0 and numpy, but not AutoDDL. Its parts are marked by lines `# ====`:
-
-    Library: ranks and mesh axes    the classes `Axis` and `Ranks`, which the next part uses
-    The plan                        workers, mesh axes and micro-batch size of this plan
-    The model                       a class for each kind of repeated block, and a class for each stage
-    The schedule                    placement of the stages, tensors between them, and the instructions of each worker
-    The library                     functions and classes that these parts call, copied from AutoDDL's runtime
-    Main                            data, training loop and command line
-
-The parameters of a stage are OneFlow global tensors on the ranks of its worker, with the plan's SBP signatures. Each rank
-computes with its own blocks of them. Every communication step inside a stage is a statement, with its predicted price as a
-comment: the time, and the bytes that each rank sends. The backward pass runs the adjoint of each step, at the same price.
-Activations have the shape (samples, rows, features); samples are split over the p0 ranks of a stage, features over its other
-ranks. INSTRUCTIONS lists the tasks and messages of each worker, in order.
-
-The file can be edited like any model. Start it with
-
-    python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
-
-or with any launcher that sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK.
-"""'''
+__all__ = ["IMPORTS", "PipelineCalls", "main_text", "startup_text"]
 
 #: Imports of the standard library that the texts of this module need.
 IMPORTS = (

@@ -1,0 +1,127 @@
+"""Writes the top of an exported OneFlow file: how to read and start it, and the figures of the plan as comments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.pipelines.joint.evaluation import Evaluation
+
+from .source import comment
+
+if TYPE_CHECKING:
+    from ..planfile import PlanFile
+
+__all__ = ["heading_text"]
+
+_DOCSTRING = '''"""A OneFlow @what@ annotated with an AutoDDL plan, and its training loop. Written by `autoddl export`.
+
+The file needs OneFlow 0.9.0 and numpy, but not AutoDDL. Its parts are marked by lines `# ====`:
+
+    Library: ranks and mesh axes    the classes `Axis` and `Ranks`, which the next part uses
+    The plan                        @plan@ of this plan
+    The model                       a class for each kind of repeated block, and @classes@
+@schedule@    The library                     functions and classes that @callers@, copied from AutoDDL's runtime
+    Main                            data, training loop and command line
+
+Parameters are OneFlow global tensors with the plan's placements and SBP signatures. Each rank computes with its own blocks of
+them. Every communication step of a layer is a statement, with its predicted price as a comment: the time, and the bytes that
+each rank sends. The backward pass runs the adjoint of each step, at the same price. Activations have the shape (samples, rows,
+features); samples are split over the p0 ranks, features over the other ranks.
+@pipeline@
+The file can be edited like any model. Start it with
+
+    python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
+
+or with any launcher that sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK.
+"""'''
+#: Words of the docstring of a file without a pipeline.
+_OF_MODEL = {
+    "what": "model",
+    "plan": "ranks, mesh axes and batch size",
+    "classes": "the class `Model`",
+    "schedule": "",
+    "callers": "the model calls",
+    "pipeline": "",
+}
+#: Words of the docstring of a file with a pipeline.
+_OF_PIPELINE = {
+    "what": "pipeline",
+    "plan": "workers, mesh axes and micro-batch size",
+    "classes": "a class for each stage",
+    "schedule": """\
+    The schedule                    placement of the stages, tensors between them, and the instructions of each worker
+""",
+    "callers": "these parts call",
+    "pipeline": """
+The parameters of a stage are placed on the ranks of its worker. INSTRUCTIONS lists the tasks and messages of each worker, in
+order.
+""",
+}
+
+
+def heading_text(plan: PlanFile, origin: str) -> str:
+    """Return the docstring of the file, and comments on model, cluster, schedule, batch, price and origin of the plan.
+
+    Args:
+        plan: the plan.
+        origin: family of the built-in model, or the function that makes the plain model.
+    """
+    docstring = _DOCSTRING
+    for name, words in (_OF_PIPELINE if plan.num_stages > 1 else _OF_MODEL).items():
+        docstring = docstring.replace(f"@{name}@", words)
+    cluster, workload, evaluation = plan.cluster, plan.workload, plan.evaluation
+    lines = [
+        f"Model    {plan.graph.name} ({origin}): {plan.graph.num_parameters:,} parameters",
+        f"Cluster  {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}",
+        *(_schedule_lines(evaluation) if plan.num_stages > 1 else []),
+        f"Step     {workload.batch} {plan.graph.sample}s in {workload.num_micro_batches} x {workload.micro_batch}"
+        f"{_recomputation(evaluation)}",
+        *_price_lines(evaluation, workload.precision),
+        f"Plan     graph {plan.graph.hash}",
+        f"         cluster {cluster.hash}",
+        *(f"Note     {note}" for note in plan.graph.notes),
+    ]
+    return "\n".join([docstring, *map(comment, lines)])
+
+
+def _schedule_lines(evaluation: Evaluation) -> list[str]:
+    schedule = evaluation.schedule
+    label = evaluation.configuration.schedule.label
+    return [f"Pipeline {label}: {schedule.num_stages} stages on {schedule.num_workers} workers"]
+
+
+def _recomputation(evaluation: Evaluation) -> str:
+    """Return a remark on the stages whose activations are recomputed; empty if there are none."""
+    choices = evaluation.configuration.stages
+    recomputed = [str(number) for number, choice in enumerate(choices) if choice.recompute != "none"]
+    if not recomputed:
+        return ""
+    if len(recomputed) == len(choices):
+        return ", activations recomputed"
+    return f", activations of stage{'s' if len(recomputed) > 1 else ''} {', '.join(recomputed)} recomputed"
+
+
+def _price_lines(evaluation: Evaluation, precision: str) -> list[str]:
+    remark = "" if precision == "float32" else f" (in {precision} precision; this file computes in float32)"
+    step, compute = format_seconds(evaluation.step_s), format_seconds(evaluation.compute_s)
+    sent, memory = format_bytes(evaluation.sent_bytes), format_bytes(evaluation.memory_bytes)
+    if len(evaluation.stages) == 1:
+        communication = format_seconds(evaluation.communication_s)
+        return [
+            f"Price    {step} per step{remark}: {compute} compute, {communication} communication;",
+            f"         each rank sends {sent} and needs {memory}",
+        ]
+    lines = [
+        f"Price    {step} per step{remark}; on the busiest worker {compute} compute,",
+        f"         {format_seconds(evaluation.inner_communication_s)} communication inside its stages, "
+        f"{format_seconds(evaluation.exposed_communication_s)} exposed communication between stages,",
+        f"         {format_seconds(evaluation.bubble_s)} bubble;",
+        f"         each rank sends up to {sent} and needs up to {memory}",
+    ]
+    count = evaluation.schedule.num_pipelines
+    if count > 1:
+        lines.append(
+            f"         prices per step below are for all micro-batches; each of the {count} pipelines runs a part of them"
+        )
+    return lines
