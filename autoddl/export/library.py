@@ -23,6 +23,7 @@ _PARTS = "autoddl.export.parts"
 #: The modules that definitions are copied from, each with the title of its section in a file. The order is that of the sections. If
 #: two modules define the same name, the first one provides it.
 LIBRARY: Mapping[str, str] = {
+    f"{_RUNTIME}.pipeline.slot_stages": "Stages of a worker",
     f"{_PARTS}.pipeline": "The pipeline",
     f"{_PARTS}.parameters": "Parameters of layers",
     f"{_PARTS}.plain": "The plain model",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from oneflow import nn
 
 from autoddl.pipelines.runtime.comm.layouts import ParameterLayout
-from autoddl.pipelines.runtime.parameters import StoredParameter, parameter_groups
+from autoddl.pipelines.runtime.parameters import ParameterGroup, StoredParameter, parameter_groups
 from autoddl.pipelines.runtime.stepping import Ranks
 
 Tensor = Any
@@ -26,6 +27,7 @@ class StageParameters(nn.Module):
 
     def __init__(self, layouts: Sequence[ParameterLayout], ranks: Ranks, placement: Any, sbp: Sequence[Sequence[Any]]):
         super().__init__()
+        self.ranks = ranks
         self.stored = [StoredParameter(layout, ranks, placement, states) for layout, states in zip(layouts, sbp)]
         for stored in self.stored:
             self.register_parameter(stored.layout.name.replace(".", "_"), stored.tensor)
@@ -41,9 +43,10 @@ class StageParameters(nn.Module):
 class LayerParameters(StageParameters):
     """The parameters of a layer of a model without a pipeline. The arguments are those of `StageParameters`."""
 
-    def __init__(self, layouts: Sequence[ParameterLayout], ranks: Ranks, placement: Any, sbp: Sequence[Sequence[Any]]):
-        super().__init__(layouts, ranks, placement, sbp)
-        self.groups = parameter_groups(self.stored, ranks)
+    @cached_property
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        """The parameters, grouped by the mesh axes over which their gradients are summed."""
+        return parameter_groups(self.stored, self.ranks)
 
     def local(self, sync: bool = True) -> tuple[Tensor, ...]:
         """Return this rank's blocks of the parameters, as local tensors to compute with.

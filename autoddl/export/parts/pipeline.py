@@ -11,12 +11,12 @@ import oneflow as flow
 
 from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout
 from autoddl.pipelines.runtime.parameters import StoredParameter
-from autoddl.pipelines.runtime.pipeline.actions import BoundaryTensor, Reduce, Run
-from autoddl.pipelines.runtime.pipeline.data import BatchSource, LossPart, SlotData
+from autoddl.pipelines.runtime.pipeline.actions import BoundaryTensor, Run
+from autoddl.pipelines.runtime.pipeline.data import BatchSource, SlotData
 from autoddl.pipelines.runtime.pipeline.engine import execute
-from autoddl.pipelines.runtime.pipeline.gradients import GradientSums, SharedLayouts, StageWeight
-from autoddl.pipelines.runtime.pipeline.passes import evaluate_slots
+from autoddl.pipelines.runtime.pipeline.gradients import GradientSums, StageWeight, shared_layouts
 from autoddl.pipelines.runtime.pipeline.report import RankReport
+from autoddl.pipelines.runtime.pipeline.slot_stages import SlotStages
 from autoddl.pipelines.runtime.pipeline.transport import Transport
 from autoddl.pipelines.runtime.pipeline.weights import WeightVersions
 from autoddl.pipelines.runtime.pipeline.words import Crossing, WorkerWords
@@ -73,8 +73,8 @@ class StageReplica(NamedTuple):
     weights: WeightVersions
 
 
-class ModuleStages:
-    """Runs the stages of this rank's worker, which are modules; implements the interface `RunnableStages`.
+class ModuleStages(SlotStages):
+    """Runs the stages of this rank's worker, which are modules.
 
     Args:
         replicas: the stages by (pipeline, stage).
@@ -90,39 +90,15 @@ class ModuleStages:
         data: SlotData,
         sums: GradientSums,
     ):
-        self.boundaries = boundaries
-        self.first_micro_batch = 0
-        self.data = data
+        super().__init__(boundaries, data, sums, reports=RANKS.rank == 0)
         self._replicas = replicas
-        self._sums = sums
 
-    def run(
-        self, run: Run, x: Tensor | None, weights: Sequence[Tensor], first_slot: int, num_slots: int
-    ) -> tuple[Tensor, list[LossPart]]:
-        """Run the forward pass of a task for some slots with the given weights.
-
-        Returns:
-            The output of the stage and, in the last stage, this rank's parts of the micro-batches' losses. The output of the last
-            stage is the loss, times the share of the slots in their update.
-        """
+    def stage_function(self, run: Run, weights: Sequence[Tensor]) -> Callable[[Any, int], Tensor]:
+        """Return the function that computes a task's stage for one slot, with the given weights."""
         replica = self._replicas[run.task.pipeline, run.task.stage]
         for stored, leaf in zip(replica.stored, weights):
             stored.leaf = leaf
-
-        def evaluate(x: Tensor | None, slot: int) -> Tensor:
-            return replica.module(x, self.data.rows(slot, 0), self.data.rows(slot, 1))
-
-        slots = range(first_slot, first_slot + num_slots)
-        is_last = run.task.stage == len(self.boundaries)
-        return evaluate_slots(evaluate, x, slots, run.update, self.data, is_last, reports=RANKS.rank == 0)
-
-    def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
-        """Begin the sum of the gradients that an action names; return None if this rank has no such weights."""
-        return self._sums.total(action, replicas, transport)
-
-    def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
-        """Give the weights of a stage their part of the summed gradients ``total``."""
-        self._sums.set_gradient(stage, action, replica, total)
+        return lambda x, slot: replica.module(x, self.data.rows(slot, 0), self.data.rows(slot, 1))
 
 
 class Pipeline:
@@ -221,14 +197,9 @@ def make_gradient_sums(
         for parameter in replica.stored:
             first_name = parameter.layout.sources[0][0]
             holders = stages_of.get(first_name, (stage,))
-            weights[stage].append(StageWeight(parameter.layout, parameter.layout.sources, holders))
-    # The layouts of shared weights, grouped by the stages that share them.
-    layouts: dict[tuple[int, ...], SharedLayouts] = {}
-    for stages in set(stages_of.values()):
-        group = [weight.layouts for weight in shared if tuple(weight.layouts) == stages]
-        layouts[stages] = {stage: {held[stage].sources: held[stage] for held in group} for stage in stages}
+            weights[stage].append(StageWeight(parameter.layout, holders))
     pipelines = [[WORKERS[worker] for worker in workers] for workers in schedule.placement]
-    return GradientSums(RANKS, pipelines, weights, layouts)
+    return GradientSums(RANKS, pipelines, weights, shared_layouts(weight.layouts for weight in shared))
 
 
 def load_values(pipeline: Pipeline, paths: Sequence[str]) -> None:

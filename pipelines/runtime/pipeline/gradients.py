@@ -11,7 +11,7 @@ The gradient of a weight is summed in up to three steps:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from math import prod
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from .weights import WeightVersions
 
 flow: Any = load_oneflow()
 
-__all__ = ["GradientSums", "SharedLayouts", "StageWeight"]
+__all__ = ["GradientSums", "SharedLayouts", "StageWeight", "shared_layouts"]
 
 Tensor = Any
 #: Identifies a weight in all stages: (name, rows) of each parameter of the model that the weight contains.
@@ -44,13 +44,16 @@ class StageWeight(NamedTuple):
 
     Attributes:
         layout: Layout over the ranks of the stage.
-        sources: (Name, rows) of each parameter of the model that the weight contains.
         stages: Stages that have the weight, ascending.
     """
 
     layout: ParameterLayout
-    sources: Sources
     stages: tuple[int, ...]
+
+    @property
+    def sources(self) -> Sources:
+        """(Name, rows) of each parameter of the model that the weight contains."""
+        return self.layout.sources
 
     @property
     def size(self) -> int:
@@ -94,6 +97,20 @@ def _sum_messages(pipelines: Sequence[Sequence[range]], layouts: SharedLayouts) 
                     destination = ranks[destination_stage][piece.destination]
                     messages.append(_SumMessage(source_stage, destination_stage, sources, source, destination, piece))
     return messages
+
+
+def shared_layouts(weights: Iterable[Mapping[int, ParameterLayout]]) -> dict[tuple[int, ...], SharedLayouts]:
+    """Return the layouts of weights that several stages share, grouped by these stages.
+
+    Args:
+        weights: For each weight its layout in every stage that has it, by ascending number of the stage.
+    """
+    groups: dict[tuple[int, ...], dict[int, dict[Sources, ParameterLayout]]] = {}
+    for layouts in weights:
+        group = groups.setdefault(tuple(layouts), {stage: {} for stage in layouts})
+        for stage, layout in layouts.items():
+            group[stage][layout.sources] = layout
+    return dict(groups)
 
 
 class GradientSums:

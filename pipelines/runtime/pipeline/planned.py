@@ -7,7 +7,7 @@ tensors, so the optimizer has to be element-wise. Gradients are summed by `.grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import edge_shape
 
+from ..comm.layouts import ParameterLayout
 from ..load import load_oneflow
 from ..parameters import whole_value
 from ..setting import Batch
@@ -24,14 +25,13 @@ from ..stage.stage import Stage
 from ..stage.tracing import Measure, StageTracer, TracedSection
 from ..stepping import Stepper
 from ..userparameters import values_of
-from .actions import BoundaryTensor, Reduce, Run
+from .actions import BoundaryTensor, Run
 from .checkpoint import Entry
-from .data import BatchSource, LossPart, SlotData
-from .gradients import GradientSums, SharedLayouts, StageWeight
+from .data import BatchSource, SlotData
+from .gradients import GradientSums, StageWeight, shared_layouts
 from .lowering import Lowered
-from .passes import evaluate_slots
-from .transport import Transport
-from .weights import ReplicaWeights, WeightVersions
+from .slot_stages import SlotStages
+from .weights import ReplicaWeights
 
 flow: Any = load_oneflow()
 
@@ -40,7 +40,7 @@ __all__ = ["PlannedStages"]
 Tensor = Any
 
 
-class PlannedStages:
+class PlannedStages(SlotStages):
     """The planned stages of this rank's worker; implements `work.TrainableStages`.
 
     Args:
@@ -64,42 +64,31 @@ class PlannedStages:
         self._rank, self._rank_in_worker = rank, ranks.index_of(rank)
         self._stepper = Stepper(len(members), members.start)
         self._model = model
-        self._data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
         self._slot_rows = lowered.slot_rows
         self._holding, self._worker = lowered.holding, worker
         own_stages = sorted({stage for _, stage in schedule.stages_on(worker)})
         self._stages = {stage: Stage(model, stage, weights, self._stepper) for stage in own_stages}
         self._initial_values = values_of(model.module, Stepper(flow.env.get_world_size()))
         self._frozen = {stage: self._initial_shards(stage, are_trained=False) for stage in own_stages}
-        self._sums = GradientSums(
+        self._shapes = [stage_weights.shapes() for stage_weights in weights]
+        sums = GradientSums(
             self._stepper,
             [[ranks.ranks_of(worker) for worker in workers] for workers in schedule.placement],
-            {s: [StageWeight(w.layout, w.sources, w.stages) for w in _trained_weights(weights[s])] for s in own_stages},
-            {stages: _shared_layouts(weights, stages) for stages in model.tied()},
+            {s: [StageWeight(w.layout, w.stages) for w in _trained_weights(weights[s])] for s in own_stages},
+            shared_layouts(_shared_weights(weights)),
         )
-        self._shapes = [stage_weights.shapes() for stage_weights in weights]
-        self.boundaries: Sequence[BoundaryTensor] = [
-            _boundary_tensor(stage.layers(model.graph)[-1]) for stage in model.stages[:-1]
-        ]
+        boundaries = [_boundary_tensor(stage.layers(model.graph)[-1]) for stage in model.stages[:-1]]
+        data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
+        super().__init__(boundaries, data, sums, reports=self._rank_in_worker == 0)
 
     @property
     def stepper(self) -> Stepper:
         """The ranks of this rank's worker, with the log of the steps that they ran."""
         return self._stepper
 
-    @property
-    def first_micro_batch(self) -> int:
-        return self._data.first_micro_batch
-
-    @first_micro_batch.setter
-    def first_micro_batch(self, number: int) -> None:
-        self._data.first_micro_batch = number
-
     # ---- Computing ---------------------------------------------------------------------------------------------------
 
-    def run(
-        self, run: Run, x: Tensor | None, weights: Sequence[Tensor], first_slot: int, num_slots: int
-    ) -> tuple[Tensor, list[LossPart]]:
+    def stage_function(self, run: Run, weights: Sequence[Tensor]) -> Callable[[Any, int], Tensor]:
         stage = self._stages[run.task.stage]
         is_last = run.task.stage == len(self._model.stages) - 1
         weights = self._with_frozen(run.task.stage, weights)
@@ -110,14 +99,13 @@ class PlannedStages:
                 y.requires_grad_(True)  # a frozen first stage: its backward pass ends at this tensor
             return y
 
-        slots = range(first_slot, first_slot + num_slots)
-        return evaluate_slots(evaluate, x, slots, run.update, self._data, is_last, reports=self._rank_in_worker == 0)
+        return evaluate
 
     def _batch(self, stage: Stage, slot: int, is_last: bool) -> Batch:
         """Return the data of a slot that the stage reads."""
-        inputs = [self._data.rows(slot, 0)] if stage.feeds else []
-        step = self._data.global_number(slot) + 1 if self._model.module.training else None
-        return stage.batch(inputs, self._data.rows(slot, 1) if is_last else None, self._slot_rows, step)
+        inputs = [self.data.rows(slot, 0)] if stage.feeds else []
+        step = self.data.global_number(slot) + 1 if self._model.module.training else None
+        return stage.batch(inputs, self.data.rows(slot, 1) if is_last else None, self._slot_rows, step)
 
     def _with_frozen(self, stage: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return all weights of a stage in their stored order, given the trained ones."""
@@ -174,12 +162,6 @@ class PlannedStages:
                 shards[name] = flow.tensor(weight.layout.take(whole, self._rank_in_worker))
         return shards
 
-    def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
-        return self._sums.total(action, replicas, transport)
-
-    def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
-        self._sums.set_gradient(stage, action, replica, total)
-
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
     def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
@@ -220,18 +202,22 @@ def _trained_weights(weights: StageWeights) -> list[StoredWeight]:
     return [weight for weight in weights.stored.values() if weight.is_trained]
 
 
-def _shared_layouts(weights: Sequence[StageWeights], stages: tuple[int, ...]) -> SharedLayouts:
-    """Return the layouts, in each of the stages, of the trained weights that exactly these stages share."""
-    layouts = {
-        stage: {weight.sources: weight.layout for weight in _trained_weights(weights[stage]) if weight.stages == stages}
-        for stage in stages
-    }
-    for sources, layout in layouts[stages[0]].items():
-        if any(sources not in of_stage for of_stage in layouts.values()):
+def _shared_weights(weights: Sequence[StageWeights]) -> list[dict[int, ParameterLayout]]:
+    """Return the trained weights that several stages share: the layout of each in every stage that has it, by stage."""
+    shared: dict[tuple[tuple[str, int], ...], dict[int, ParameterLayout]] = {}
+    stages_of: dict[tuple[tuple[str, int], ...], tuple[int, ...]] = {}
+    for number, stage_weights in enumerate(weights):
+        for weight in _trained_weights(stage_weights):
+            if len(weight.stages) > 1:
+                shared.setdefault(weight.sources, {})[number] = weight.layout
+                stages_of[weight.sources] = weight.stages
+    for sources, layouts in shared.items():
+        if tuple(layouts) != (stages := stages_of[sources]):
+            name = next(iter(layouts.values())).name
             raise UserError(
-                f"{layout.name} is shared by the stages {stages}, but not stored together with the same parameters in all of them"
+                f"{name} is shared by the stages {stages}, but not stored together with the same parameters in all of them"
             )
-    return layouts
+    return list(shared.values())
 
 
 def _boundary_tensor(layer: Layer) -> BoundaryTensor:
