@@ -214,6 +214,27 @@ def test_a_trace_of_a_pipeline_is_its_timeline(pipeline_plan):
     assert layers == {0: "wte to h.1.add_2", 1: "h.2.ln_1 to loss"}
 
 
+def test_layers_are_drawn_inside_the_tasks_of_a_pipeline(pipeline_plan, monkeypatch):
+    """The layers of a task fill its bar, and take as long as the cost model says."""
+    events = json.loads(export(pipeline_plan, "chrome-trace"))["traceEvents"]
+    tasks = [e for e in events if "stage" in e.get("args", {}) and e["cat"] in ("forward", "backward", "recompute")]
+    inner = [e for e in events if "layer" in e.get("args", {})]
+    assert {e["cat"] for e in tasks} == {"forward", "backward", "recompute"}
+    assert {e["cat"] for e in inner} >= {"forward", "forward communication", "recomputation", "backward"}
+    for task in tasks:
+        start, end = task["ts"], task["ts"] + task["dur"]
+        own = [e for e in inner if e["tid"] == task["tid"] and start - 1e-6 <= e["ts"] < end - 1e-6]
+        assert sum(e["dur"] for e in own) == pytest.approx(task["dur"])
+        assert max(e["ts"] + e["dur"] for e in own) == pytest.approx(end)
+        assert {e["args"]["micro_batch"] for e in own} == {task["args"]["micro_batch"]}
+    (fc,) = (a for a in pipeline_plan.evaluation.stages[0].assessment.layers if a.layer.name == "h.0.mlp.c_fc")
+    found = {e["dur"] for e in inner if e["name"] == "h.0.mlp.c_fc forward"}
+    assert sorted(found) == pytest.approx([1e6 * fc.work.forward_s] * len(found), rel=1e-6)
+    monkeypatch.setattr("autoddl.export.traces.MAX_EVENTS", len(events) - 1)
+    fewer = json.loads(export(pipeline_plan, "chrome-trace"))["traceEvents"]
+    assert len(fewer) == len(events) - len(inner)  # too many bars: the tasks alone
+
+
 def test_a_trace_that_nobody_can_look_at_is_refused(plan_of):
     plan = load_plan(plan_of("gpt"))
     workload = replace(plan.workload, batch=2**20)
