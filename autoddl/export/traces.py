@@ -5,8 +5,8 @@ A pass of a stage is drawn layer by layer (`_bars_of_pass`), one bar after the o
 - A plan of one stage: a row for computation and a row for each network level. For each micro-batch come all forward passes and then
   all backward passes, at the end the gradient sums.
 - A plan of several stages: the simulated timeline, with rows for each worker, its all-reduces and its links
-  (:func:`autoddl.pipelines.draw.to_trace`). The layers are drawn inside the tasks of a worker, in its row. Halves of a
-  split backward pass are not divided into layers, because the cost model prices only the whole backward pass of a layer.
+  (:func:`autoddl.pipelines.draw.to_trace`). The layers are drawn inside the tasks of a worker, in its row. Halves of
+  a split backward pass are not divided into layers, because the cost model prices only the whole backward pass of a layer.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ Models:
   it computes what the user's module computes.
 - `parameters`: global tensors and the sums of their gradients; `userparameters`: the parameters of the user's module; `feeding`:
   which input each layer reads.
-- `models`: the built-in families as plain modules; `samples`: data to train on.
+- `models`: the built-in families as plain modules, with `model_constants`; `samples`: data to train on.
+- `train_steps`: a training step of a plan without a pipeline, and the optimizers that plans name.
 
 `load` imports OneFlow with its CUDA libraries, and says whether it is available (`availability`).  `memory_files` has files in
-memory.  `statements`, `feeding` and `samples` do without OneFlow; the other modules of this folder need it when they are imported.
-Nothing is imported here, so that processes without OneFlow never load it.
+memory.  `statements`, `feeding`, `samples` and `model_constants` do without OneFlow; the other modules of this folder need it when
+they are imported.  Nothing is imported here, so that processes without OneFlow never load it.
 """

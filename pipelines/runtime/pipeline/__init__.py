@@ -20,7 +20,7 @@ Execution of a program:
 Stages:
 
 - `chain`, `chain_stages`: a model as a chain of layers, cut into stages whose ranks share the rows of a micro-batch.
-- `planned`: stages whose layers are split by an SBP plan (`..stage`).
+- `planned`: stages whose layers are split by an SBP plan (`..stage`). `slot_stages`: what they share with stages of exported files.
 
 Training:
 
