@@ -81,7 +81,7 @@ _MODEL_MAIN = '''def main(options: argparse.Namespace) -> None:
     optimizer = make_optimizer(model.parameters(), @optimizer@, options.learning_rate)
     for step in range(options.steps):
         numbers = range(step * NUM_MICRO_BATCHES, (step + 1) * NUM_MICRO_BATCHES)
-        loss = train_step(model, [batch(options.seed, number@batch_value@)@ends@ for number in numbers])
+        loss = train_step(model, [@selected@batch(options.seed, number@batch_value@)@end@ for number in numbers])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)  # accumulating into gradients of zero would communicate
         if RANKS.rank == 0:
@@ -131,7 +131,7 @@ _PIPELINE_MAIN = '''def main(options: argparse.Namespace) -> None:
         load_values(pipeline, options.load)
     for run in range(options.steps // num_updates):
         first = run * num_micro_batches
-        losses = pipeline.run(lambda number, first=first: batch(options.seed, first + number@batch_value@)@ends@)
+        losses = pipeline.run(lambda number, first=first: @selected@batch(options.seed, first + number@batch_value@)@end@)
 @check@        for step, loss in enumerate(losses.tolist(), run * num_updates + 1):
             if JOB_RANK == 0:
                 print(f"step {step}: loss {loss:.6f}", flush=True)
@@ -183,12 +183,13 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
         "check": "",
         "check_before": "",
         "data_options": "",
-        "ends": "",
+        "end": "",
         "optimizer": literal(optimizer),
         "plain": "",
         "plain_argument": "",
         "prepare": "",
         "rate": "0.001" if optimizer == "adam" else "0.01",
+        "selected": "",
         "set_values": f"initialize({'replica.module' if pipeline else 'model'}, seed)",
         **(_pipeline_values(pipeline) if pipeline else _MODEL_VALUES),
         **(_user_values(model, pipeline) if scene.built_in is None else _built_in_values(scene.built_in)),
@@ -233,10 +234,11 @@ def _user_values(model: str, pipeline: PipelineCalls | None) -> dict[str, str]:
         "batch_argument": ", examples: Any = ()",
         "batch_value": ", examples",
         "batch": "    return tuple(like(example, MICRO_BATCH, rng) for example in examples)",
-        "ends": "[:: len(examples) - 1]",
+        "end": ")",
         "plain": "plain",
         "plain_argument": ", plain",
         "prepare": f"    flow.manual_seed(options.seed)\n    plain, examples = plain_model({literal(file)}, {literal(function)})\n",
+        "selected": "inputs_and_targets(",
         "what": "random data like its examples",
     }
     if pipeline is None:
@@ -245,12 +247,12 @@ def _user_values(model: str, pipeline: PipelineCalls | None) -> dict[str, str]:
             "check_before": "    check_against_plain(model, plain, batch(options.seed, 0, examples))\n",
             "set_values": "take_plain_values(model, plain)",
         }
-    first = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"
+    samples = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"
     return {
         **values,
         "stages": f"[lambda stage=stage: stage(plain) for stage in ({', '.join(pipeline.stages)})]",
         "set_values": "take_plain_values(replica.module, plain, is_whole=False)",
-        "check_before": f"    expected = None if options.load else plain_loss(plain, {first})\n",
+        "check_before": f"    samples = {samples}\n    expected = None if options.load else plain_loss(plain, samples)\n",
         "check": "        if not run and expected is not None:\n            check_loss(float(losses[0]), expected)\n",
     }
 

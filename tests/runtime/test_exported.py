@@ -267,6 +267,16 @@ def test_a_file_is_a_script_that_trains_and_saves(tmp_path):
 
 
 @pytest.mark.ranks
+def test_a_file_of_a_users_model_is_a_script(users_graphs, tmp_path):
+    graph, path = users_graphs["transformer"], tmp_path / "exported.py"
+    path.write_text(oneflow_text(users_case(graph, (2,), 2).plan(graph), f"{MODELS}:transformer"))
+    done = run_script(path, 2, "--steps", "2")
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
+    losses = [float(line.split("loss ")[1]) for line in done[0].stdout.splitlines()]
+    assert len(set(losses)) == 2 and done[1].stdout == ""
+
+
+@pytest.mark.ranks
 def test_a_file_of_one_stage_learns_what_autoddl_train_learns(tmp_path):
     """BERT predicts masked bytes of a text; both begin with the same values and draw the same micro-batches."""
     if not (available := is_available()):

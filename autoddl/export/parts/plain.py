@@ -93,6 +93,11 @@ def copy_values_of_first_rank(plain: Any) -> None:
             tensor.data.copy_(value)
 
 
+def inputs_and_targets(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays that the annotated model reads: of all arguments of the plain model the first and the last."""
+    return samples[0], samples[-1]
+
+
 def check_against_plain(model: Any, plain: Any, samples: Sequence[np.ndarray], tolerance: float = 1e-4) -> None:
     """Check that the annotated model computes the same loss as the plain model.
 
@@ -109,7 +114,7 @@ def check_against_plain(model: Any, plain: Any, samples: Sequence[np.ndarray], t
     plain.eval()
     with flow.no_grad():
         expected = float(plain(*map(flow.tensor, samples)).numpy())
-        loss = float(model(samples[0], samples[-1]).numpy())
+        loss = float(model(*inputs_and_targets(samples)).numpy())
     plain.train(was_training)
     check_loss(loss, expected, tolerance)
 
