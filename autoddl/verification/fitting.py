@@ -43,13 +43,11 @@ class FittedPlan:
         scaled: The model, its strategies, and the workload of one update.
         stages: The stages, in order.
         schedule: The schedule: of a single update if it is synchronous, else of at least `MIN_STEPS` updates.
-        is_applied: Whether the plan has no pipeline, so that `autoddl.apply` executes it.
     """
 
     scaled: ScaledModel
     stages: tuple[StagePlan, ...]
     schedule: Schedule
-    is_applied: bool
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,6 @@ def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn |
         replace(scaled, changes=tuple(changes)),
         _scaled_stages(scaled, [stages[number] for number in workers.stages]),
         schedule,
-        is_applied=not plan.has_pipeline,
     )
 
 

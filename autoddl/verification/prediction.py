@@ -7,9 +7,11 @@ phase               traffic
 ==================  =================================================================================================
 forward, backward   the steps of one slot (a micro-batch, or half of one if the schedule divides micro-batches into
                     halves), including the redistributions of the layer's inputs
-gradient            the sum of the layer's gradients, once per update.  Only an applied module has this phase.  A
-                    stage of a pipeline sums the gradients of all its layers as one vector, outside of the layers
+gradient            the sum of the layer's gradients, once per update.  Only a plan of one stage has this phase: in a
+                    pipeline, replicas and other stages take part in the sums, outside of the layers
 ==================  =================================================================================================
+
+In a run of the schedule, a stage sums the gradients of all its layers as one vector.
 
 All bytes are those of float32, whatever precision the plan is for: CPU ranks cannot communicate tensors of half precision.
 """
@@ -29,7 +31,6 @@ from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.redistribution import steps as steps_of
 from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, gradient_sums, layer_steps, passes, stage_traffic
 
@@ -80,8 +81,8 @@ class Prediction:
     """The predicted traffic of a plan.
 
     Attributes:
-        sections: Steps of each rank of a layer's stage, by (layer, phase), for one slot or one update.  Pipelines have no phase
-            ``gradient``.
+        sections: Steps of each rank of a layer's stage, by (layer, phase), for one slot or one update.  Only a plan of one stage
+            has the phase ``gradient``.
         inside: Bytes that all ranks of each stage send in forward and backward passes during one run of the schedule.
         gradients: Bytes that all ranks of each stage send to sum gradients during one run.
         between: Bytes that cross each boundary between stages during one run, in both directions.
@@ -110,26 +111,23 @@ def predict(fitted: FittedPlan, cluster: Cluster) -> Prediction:
     inside, gradients = [0.0] * len(stages), [0.0] * len(stages)
     workers = [RankSteps()] * schedule.num_workers
     transfers = sum(between, Sent())
+    slots = slots_per_micro_batch(schedule)
+    outputs = RankSteps(unpriced=output_steps(graph, fitted.scaled.strategies, workload.micro_batch // slots))
     for worker in range(schedule.num_workers):
         for _, number in schedule.stages_on(worker):
             stage = stages[number]
-            pass_steps, gradient_steps, gradient_transfers = RankSteps(), RankSteps(), Sent()
+            pass_steps = RankSteps()
             # Forward and backward passes, as many as the schedule has for this stage on this worker.
-            slots = slots_per_micro_batch(schedule)
             counts = [round(slots * count) for count in passes(schedule, number, worker)]
             for layer in stage.layers(graph):
                 for phase, count in zip(PHASES, counts):
                     pass_steps += sections[layer.name, phase] * count
-            # Sums of gradients: one for each layer of an applied module, one for a whole stage of a pipeline.
-            if fitted.is_applied:
-                for layer in stage.layers(graph):
-                    gradient_steps += sections[layer.name, "gradient"]
-                outputs = output_steps(graph, fitted.scaled.strategies, workload)
-                pass_steps += RankSteps(unpriced=outputs) * workload.num_micro_batches
-            else:
-                steps, update_transfers = gradient_sums(graph, stages, number, schedule.num_pipelines)
-                gradient_steps = RankSteps(_without_idle(steps)) * schedule.num_updates
-                gradient_transfers = update_transfers * schedule.num_updates
+            if number == len(stages) - 1:
+                pass_steps += outputs * counts[0]  # the loss of a model without one is computed from its whole output
+            # Sums of gradients: one for the whole stage.
+            steps, update_transfers = gradient_sums(graph, stages, number, schedule.num_pipelines)
+            gradient_steps = RankSteps(_without_idle(steps)) * schedule.num_updates
+            gradient_transfers = update_transfers * schedule.num_updates
             workers[worker] += pass_steps + gradient_steps
             inside[number] += _sent_bytes(pass_steps, stage.num_ranks)
             gradients[number] += _sent_bytes(gradient_steps, stage.num_ranks) + gradient_transfers.num_bytes
@@ -145,7 +143,7 @@ def _sections(fitted: FittedPlan, cluster: Cluster) -> dict[tuple[str, str], Ran
     return {
         (name, phase): RankSteps(_without_idle(steps), unpriced_steps(graph[name], strategies[name], phase))
         for (name, phase), steps in priced.items()
-        if phase != "gradient" or fitted.is_applied
+        if phase != "gradient" or len(fitted.stages) == 1
     }
 
 
@@ -169,8 +167,8 @@ def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
     return ()
 
 
-def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload) -> Steps:
-    """Return the steps that gather the output of a model without a loss on every rank, for one micro-batch.
+def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samples: int) -> Steps:
+    """Return the steps that gather the output of a model without a loss on every rank of its last stage, for one slot.
 
     The cost model leaves these steps out, since the use of the output is not part of the plan.
     """
@@ -179,8 +177,8 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], workload
         return ()
     layout = strategies[last.name].activations
     gathered = Distribution(layout.axes, (Broadcast(),) * len(layout.axes))
-    shape = edge_shape(last, workload.micro_batch)
-    num_bytes = _ITEMSIZE * workload.micro_batch * last.output_elements
+    shape = edge_shape(last, num_samples)
+    num_bytes = _ITEMSIZE * num_samples * last.output_elements
     return _without_idle(steps_of(redistribute(layout, gathered, shape), num_bytes))
 
 

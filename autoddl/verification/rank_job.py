@@ -37,7 +37,7 @@ from autoddl.pipelines.runtime.samples import like
 from autoddl.pipelines.runtime.stage.model import PlannedModel
 
 from ..zoo.modules import build_module, make_batch
-from .running import Arrays, PlanRun, loss_of, make_optimizer, start_run
+from .running import Arrays, PlanRun, loss_of, make_optimizer
 from .task import ByteCounts, MeasuredSection, RankResult, ReferenceResult, VerificationTask, gradient_step, num_steps
 
 __all__ = ["count_again", "relative_errors", "run_plan", "run_reference"]
@@ -162,7 +162,7 @@ def _load_reference_and_plan(task: VerificationTask) -> tuple[Arrays, PlanRun]:
     initial = _with_prefix("initial", reference)
     module.load_state_dict({name: flow.tensor(value) for name, value in initial.items()})
     data = functools.partial(step_data, task, examples)
-    return reference, start_run(task, module, data, float(reference["epsilon"]))
+    return reference, PlanRun(task, module, data, float(reference["epsilon"]))
 
 
 def _measure_sections(run: PlanRun, meter: Meter | None) -> tuple[MeasuredSection, ...]:

@@ -166,8 +166,8 @@ class LayerCheck:
         block: Name of the repeated block that the layer is part of, or "".
         role: Name of the layer within its block, or "".
         strategy: Strategy of the layer.
-        phases: ``forward`` and ``backward`` of one slot, and ``gradient`` of one step.  Pipelines have no phase ``gradient``, since
-            their stages sum the gradients of all layers as one vector.
+        phases: ``forward`` and ``backward`` of one slot, and ``gradient`` of one step.  Pipelines have no phase ``gradient``: other
+            stages and replicas take part in their sums of gradients.
         parameters: Names of the layer's parameters, without those that are tied to another layer's.
     """
 

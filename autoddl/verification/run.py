@@ -142,7 +142,6 @@ def _make_task(fitted: FittedPlan, function: str, seed: int, *, folder: str, cou
         workload=fitted.scaled.workload,
         stages=fitted.stages,
         schedule=fitted.schedule,
-        is_applied=fitted.is_applied,
         built_in=fitted.scaled.built_in,
         function=function,
         seed=seed,

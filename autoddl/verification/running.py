@@ -1,23 +1,21 @@
 """Executes a plan on the ranks of a verification.  Only ranks import this module, since it imports OneFlow.
 
-Users can execute a plan in two ways, and both are verified:
-
-- `AppliedRun`: the module of `autoddl.apply`, for plans without a pipeline.  The model need not compute a loss.
-- `PipelineRun`: a `PipelineTrainer`, which executes the plan's schedule.
+Every plan is executed as ``autoddl train`` executes it: by a `PipelineTrainer`, of one stage for a plan without a pipeline.  The
+module of `autoddl.apply` runs the same stage (:mod:`autoddl.pipelines.runtime.stage`), and compares itself with the user's module
+in its first forward pass.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime import train_steps
-from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.pipeline.report import RankReport
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
@@ -26,7 +24,7 @@ from autoddl.pipelines.runtime.stage.tracing import Measure, TracedSection
 
 from .task import VerificationTask
 
-__all__ = ["AppliedRun", "Arrays", "Data", "PipelineRun", "PlanRun", "loss_of", "make_optimizer", "start_run"]
+__all__ = ["Arrays", "Data", "PlanRun", "loss_of", "make_optimizer"]
 
 flow: Any = load_oneflow()
 
@@ -35,40 +33,10 @@ Arrays = dict[str, np.ndarray]
 Data = Callable[[int], tuple[np.ndarray, ...]]
 
 
-class PlanRun(Protocol):
-    """A plan in training, beginning with its initial values.
+class PlanRun:
+    """A plan in training, beginning with its initial values; a run is one run of the schedule.
 
     All ranks must make the same calls in the same order.
-    """
-
-    def trace(self, measure: Measure | None) -> Sequence[TracedSection]:
-        """Execute one slot in all stages, phase by phase, without a parameter update."""
-
-    def logging(self) -> AbstractContextManager[list[Step]]:
-        """Return a context with a list, to which every communication step of this rank inside its stages is appended."""
-
-    def run(self) -> None:
-        """Execute the schedule once on the next batches, including the parameter updates."""
-
-    def losses(self) -> list[float]:
-        """Return the mean loss of each update of the last run; it is the same on every rank."""
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Bytes that this rank sent to other stages during the last run."""
-
-    def gradients(self, update: int) -> Arrays:
-        """Return the gradients of an update of the last run, for the parameters that this rank holds.
-
-        A tied parameter is included once, by its first name.
-        """
-
-    def parameters(self) -> Arrays:
-        """Return the newest values of the parameters that this rank holds, by the same names as the gradients."""
-
-
-def start_run(task: VerificationTask, module: Any, data: Data, epsilon: float) -> PlanRun:
-    """Return an `AppliedRun` or a `PipelineRun` of the task's plan.
 
     Args:
         task: The task of the verification.
@@ -76,84 +44,42 @@ def start_run(task: VerificationTask, module: Any, data: Data, epsilon: float) -
         data: Returns the data of a step.
         epsilon: Epsilon of Adam.
     """
-    return (AppliedRun if task.is_applied else PipelineRun)(task, module, data, epsilon)
-
-
-class AppliedRun:
-    """Executes the module of `autoddl.apply`; a run is one step."""
-
-    boundary_bytes = 0
-
-    def __init__(self, task: VerificationTask, module: Any, data: Data, epsilon: float) -> None:
-        self._task, self._data = task, data
-        self._names = [name for name, _ in module.named_parameters()]
-        self._applied: Any = AppliedModule(module, task.graph, task.strategies, task.workload)
-        self._optimizer = make_optimizer(task, self._applied.parameters(), epsilon)
-        self._num_steps, self._loss = 0, 0.0
-
-    def trace(self, measure: Measure | None) -> Sequence[TracedSection]:
-        micro_batch = tuple(array[: self._task.workload.micro_batch] for array in self._data(0))
-        _, sections = self._applied.trace(*micro_batch, measure=measure)
-        self._optimizer.zero_grad(set_to_none=True)
-        return sections
-
-    def logging(self) -> AbstractContextManager[list[Step]]:
-        return self._applied.stepper.logging()
-
-    def run(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)  # of the previous step; `gradients` reads them after that step
-        self._loss = self._applied.train_step(*self._data(self._num_steps), loss_of=loss_of)
-        self._optimizer.step()
-        self._num_steps += 1
-
-    def losses(self) -> list[float]:
-        return [self._loss]
-
-    def gradients(self, update: int) -> Arrays:
-        return self._of_parameters(self._applied.logical_gradients())
-
-    def parameters(self) -> Arrays:
-        return self._of_parameters({name: tensor.numpy() for name, tensor in self._applied.state_dict().items()})
-
-    def _of_parameters(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the values of parameters, in the order of the module; tied parameters are included once."""
-        return {name: values[name] for name in self._names if name in values}
-
-
-class PipelineRun:
-    """Executes a `PipelineTrainer`; a run is one run of the schedule."""
 
     def __init__(self, task: VerificationTask, module: Any, data: Data, epsilon: float) -> None:
         self._schedule = task.schedule
         size, num_micro_batches = task.workload.micro_batch, task.workload.num_micro_batches
         data = functools.lru_cache(maxsize=2)(data)
 
-        def micro_batch(number: int) -> tuple[np.ndarray, np.ndarray]:
-            """Return the inputs and targets of a micro-batch; ``number`` counts the micro-batches of all steps."""
+        def micro_batch(number: int) -> tuple[np.ndarray, ...]:
+            """Return the data of a micro-batch; ``number`` counts the micro-batches of all steps."""
             step, index = divmod(number, num_micro_batches)
-            inputs, targets = data(step)
             samples = slice(index * size, (index + 1) * size)
-            return inputs[samples], targets[samples]
+            return tuple(array[samples] for array in data(step))
 
         self._trainer = PipelineTrainer(
             PlannedModel(module, task.graph, task.stages),
             task.schedule,
             lambda parameters: make_optimizer(task, parameters, epsilon),
             micro_batch,
+            loss_of=loss_of,
             keep_gradients=True,
         )
         self._report: RankReport | None = None
 
     def trace(self, measure: Measure | None) -> Sequence[TracedSection]:
+        """Execute one slot in all stages, phase by phase, without a parameter update."""
         return self._trainer.trace(measure)
 
     def logging(self) -> AbstractContextManager[list[Step]]:
+        """Return a context with a list, to which every communication step of this rank inside its stages is appended."""
         return self._trainer.logging()
 
     def run(self) -> None:
+        """Execute the schedule once on the next batches, including the parameter updates."""
         self._report = self._trainer.run()
 
     def losses(self) -> list[float]:
+        """Return the mean loss of each update of the last run; it is the same on every rank."""
         assert self._report is not None
         # Each rank has its own part of the mean loss of a micro-batch; sum the parts over all ranks.
         own_parts = []
@@ -167,13 +93,19 @@ class PipelineRun:
 
     @property
     def boundary_bytes(self) -> int:
+        """Bytes that this rank sent to other stages during the last run."""
         assert self._report is not None
         return self._report.bytes_sent
 
     def gradients(self, update: int) -> Arrays:
+        """Return the gradients of an update of the last run, for the parameters that this rank holds.
+
+        A tied parameter is included once, by its first name.
+        """
         return self._trainer.gradients(update)
 
     def parameters(self) -> Arrays:
+        """Return the newest values of the parameters that this rank holds, by the same names as the gradients."""
         return self._trainer.parameters()
 
 

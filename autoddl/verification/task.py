@@ -41,7 +41,6 @@ class VerificationTask:
         workload: Workload of one parameter update, after scaling.
         stages: Stages of the plan, in order; a single stage without a pipeline.
         schedule: Schedule that the ranks execute.
-        is_applied: Whether the module of `autoddl.apply` executes the plan.  Otherwise a `PipelineTrainer` does.
         built_in: The built-in model.  None if ``function`` returns the model.
         function: ``FILE.py:FUNCTION`` with an absolute path, which returns a module and example inputs.  "" for a built-in model.
         seed: Seed of the data and, for a built-in model, of the initial values.
@@ -53,7 +52,6 @@ class VerificationTask:
     workload: Workload
     stages: tuple[StagePlan, ...]
     schedule: Schedule
-    is_applied: bool
     built_in: BuiltIn | None
     function: str
     seed: int

@@ -16,21 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.distribution import Axis, Distribution
+from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.pricing import edge_shape
-from autoddl.costmodel.redistribution import redistribute
-from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
-from .comm.moving import move_tensor
 from .comparing import check_same_function
 from .load import load_oneflow
 from .setting import Batch
 from .stage.global_weights import GlobalWeights
 from .stage.model import PlannedModel
+from .stage.output import whole_output
 from .stage.plan import StagePlan
 from .stage.stage import Stage
 from .stage.tracing import Measure, StageTracer, TracedSection
@@ -39,7 +36,6 @@ from .train_steps import train_step
 from .userparameters import find_parameter, first_names, values_of
 
 flow: Any = load_oneflow()
-_Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
 __all__ = ["AppliedModule"]
 
@@ -105,7 +101,7 @@ class AppliedModule(flow.nn.Module):
             self._compare(batch)
         micro_batch = self._batch(batch)
         value = self._stage.run(None, self._weights.local(self._is_summing), micro_batch)
-        return value if micro_batch.targets is not None else _whole_output(value, self._stage, micro_batch.num_samples)
+        return value if micro_batch.targets is not None else whole_output(value, self._stage, micro_batch.num_samples)
 
     def _compare(self, batch: Sequence[Any]) -> None:
         """Compare this module's loss and gradients with those of the user's module."""
@@ -215,12 +211,8 @@ class AppliedModule(flow.nn.Module):
         """
         tracer = StageTracer(self._stage, self._weights.local(is_summing=False), measure)
         value = tracer.run(None, self._batch(batch))
-        for layer, groups in self._weights.groups.items():
-            for group in groups:
-                if group.reduced:
-                    tracer.section(layer, "gradient", group.sum_leaves)
-                else:
-                    group.sum_leaves()
+        for name, gradient in tracer.sum_gradients().items():
+            self._weights.parameters[name].add_gradient(gradient)
         return value, tracer.sections
 
     @property
@@ -274,30 +266,6 @@ class AppliedModule(flow.nn.Module):
 
 
 # ---- Helpers -----------------------------------------------------------------------------------------------------------
-
-
-def _whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
-    """Gather the model's output on every rank; differentiable.
-
-    The gradient of the result has to be the same on every rank, and each rank takes the slice that belongs to its part.
-    """
-    last, stepper = stage.layers[-1], stage.stepper
-    split = last.strategy.activations
-    shape = edge_shape(last.layer, samples)
-    replicated = Distribution(split.axes, (Broadcast(),) * len(split.axes))
-    route = redistribute(split, replicated, shape)
-    rows, features = split.slices(stepper.rank, shape)
-
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return move_tensor(x, route, stepper, (0, 2)).clone()
-
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy[rows, :, features].contiguous()
-
-    whole = _Function.apply("whole", forward, backward, value)
-    per_sample = last.layer.output_shape
-    # Models without sequences have one row per sample: the result has no dimension for rows.
-    return whole.reshape(samples, *(per_sample[1:] if len(per_sample) == 2 and last.layer.rows == 1 else per_sample))
 
 
 def _register(module: Any, path: str, tensor: Tensor) -> None:

@@ -33,7 +33,7 @@ from .stepping import Ranks
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["ParameterGroup", "StoredParameter", "parameter_groups", "whole_value"]
+__all__ = ["ParameterGroup", "StoredParameter", "parameter_groups", "sum_gradients", "whole_value"]
 
 Tensor = Any
 
@@ -124,6 +124,11 @@ class StoredParameter:
         """Set the gradient that the optimizer reads, given as this rank's part; None: no gradient."""
         self.tensor.grad = None if gradient is None else self.with_gradient(gradient)
 
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add to the gradient that the optimizer reads; the sum over the ranks is given as this rank's part."""
+        total, before = self.with_gradient(gradient), self.tensor.grad
+        self.tensor.grad = total if before is None else before + total
+
 
 def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tuple[ParameterGroup, ...]:
     """Group the parameters of one layer by the mesh axes over which their gradients are summed."""
@@ -154,7 +159,8 @@ class ParameterGroup:
             return tuple(parameter.local() for parameter in self.parameters)
 
         def backward(ctx: Any, *gradients: Tensor) -> Any:
-            totals = self._sum([_add_leaf_gradient(parameter, own) for parameter, own in zip(trained, gradients)])
+            own_sums = [_add_leaf_gradient(parameter, own) for parameter, own in zip(trained, gradients)]
+            totals = sum_gradients(own_sums, self.reduced, self._ranks)
             result = tuple(parameter.with_gradient(total) for parameter, total in zip(trained, totals))
             return result if len(result) > 1 else result[0]
 
@@ -170,34 +176,20 @@ class ParameterGroup:
         """Return the local leaves, which accumulate this rank's gradients."""
         return tuple(parameter.leaf for parameter in self.parameters)
 
-    def sum_leaves(self) -> None:
-        """Sum the leaves' gradients over the ranks, and add the sums to the gradients of the global parameters."""
-        trained = [p for p in self.parameters if p.tensor.requires_grad and p.leaf.grad is not None]
-        if not trained:
-            return
-        with flow.no_grad():
-            totals = self._sum([p.leaf.grad for p in trained])
-            for parameter, total in zip(trained, totals):
-                parameter.leaf.grad = None
-                gradient = parameter.with_gradient(total)
-                before = parameter.tensor.grad
-                parameter.tensor.grad = gradient if before is None else before + gradient
 
-    def _sum(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Sum this rank's gradients over the group's axes, concatenated to one vector."""
-        if not self.reduced:
-            return list(gradients)
-        flat = (
-            flow.cat([gradient.reshape(-1) for gradient in gradients])
-            if len(gradients) > 1
-            else gradients[0].reshape(-1)
-        )
-        flat = self._ranks.reduce(flat, self.reduced)
-        result, start = [], 0
-        for gradient in gradients:
-            result.append(flat[start : start + gradient.numel()].reshape(*gradient.shape))
-            start += gradient.numel()
-        return result
+def sum_gradients(gradients: Sequence[Tensor], axes: Sequence[Axis], ranks: Ranks) -> list[Tensor]:
+    """Sum this rank's gradients over mesh axes, concatenated to one vector; return the sums in the same order."""
+    if not axes:
+        return list(gradients)
+    flat = (
+        flow.cat([gradient.reshape(-1) for gradient in gradients]) if len(gradients) > 1 else gradients[0].reshape(-1)
+    )
+    flat = ranks.reduce(flat, axes)
+    result, start = [], 0
+    for gradient in gradients:
+        result.append(flat[start : start + gradient.numel()].reshape(*gradient.shape))
+        start += gradient.numel()
+    return result
 
 
 def _add_leaf_gradient(parameter: StoredParameter, gradient: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from ...schedule import ScheduleFrame
 
 __all__ = ["BatchSource", "LossListener", "LossPart", "SlotData"]
 
-#: Returns the inputs and targets of a micro-batch, given its number over all runs. Every rank must get the same arrays. Ranks call
-#: it when they need the data, possibly several times for the same micro-batch.
-BatchSource = Callable[[int], tuple[np.ndarray, np.ndarray]]
+#: Returns the inputs of a micro-batch and, for a model that ends in a loss, its targets, given its number over all runs. Every rank
+#: must get the same arrays. Ranks call it when they need the data, possibly several times for the same micro-batch.
+BatchSource = Callable[[int], tuple[np.ndarray, ...]]
 #: Called with the number of a micro-batch over all runs, a rank's part of its mean loss, and the fraction of the micro-batch's rows
 #: that this part covers.
 LossListener = Callable[[int, float, float], None]
@@ -54,17 +54,22 @@ class SlotData:
         self.batch = batch
 
     def rows(self, slot: int, which: int, rows: range | None = None) -> np.ndarray:
-        """Return some rows of the inputs or targets of a slot.
+        """Return some rows of one of the arrays of a slot.
 
         Args:
             slot: Number of the slot in the run.
-            which: 0 for the inputs, 1 for the targets.
+            which: Index of the array; for a model with one input 0 is the input, and 1 the targets.
             rows: Rows of the slot; None for all of them.
         """
+        return self.arrays(slot, rows)[which]
+
+    def arrays(self, slot: int, rows: range | None = None) -> list[np.ndarray]:
+        """Return some rows (None: all) of each of the arrays of a slot."""
         micro_batch, half = divmod(slot, self._per_micro_batch)
         first = half * self.slot_rows
         rows = range(self.slot_rows) if rows is None else rows
-        return self.batch(self.first_micro_batch + micro_batch)[which][first + rows.start : first + rows.stop]
+        batch = self.batch(self.first_micro_batch + micro_batch)
+        return [array[first + rows.start : first + rows.stop] for array in batch]
 
     def global_number(self, slot: int) -> int:
         """Return the number of a slot over all runs."""

@@ -21,6 +21,7 @@ from ..load import load_oneflow
 from ..parameters import whole_value
 from ..setting import Batch
 from ..stage.model import PlannedModel, StageWeights, StoredWeight
+from ..stage.output import whole_output
 from ..stage.stage import Stage
 from ..stage.tracing import Measure, StageTracer, TracedSection
 from ..stepping import Stepper
@@ -48,14 +49,22 @@ class PlannedStages(SlotStages):
         rank: This rank, counted over the job.
         model: The whole model with the plans of its stages.
         batch: Source of the micro-batches.
+        loss_of: Returns the mean loss of a micro-batch, given the whole output of a model that does not end in a loss.
 
     Raises:
-        UserError: The model does not end in a loss, or its layers cannot be run at their strategies.
+        UserError: The model does not end in a loss and ``loss_of`` is not given, or its layers cannot be run at their strategies.
     """
 
-    def __init__(self, lowered: Lowered, rank: int, model: PlannedModel, batch: BatchSource) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        rank: int,
+        model: PlannedModel,
+        batch: BatchSource,
+        loss_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         schedule, ranks = lowered.schedule, lowered.ranks
-        if not model.has_loss:
+        if not model.has_loss and loss_of is None:
             last = model.graph.layers[-1].describe()
             raise UserError(f"the model ends in {last}; to be trained in a pipeline it should end in a loss")
         weights = model.weights()
@@ -64,6 +73,7 @@ class PlannedStages(SlotStages):
         self._rank, self._rank_in_worker = rank, ranks.index_of(rank)
         self._stepper = Stepper(len(members), members.start)
         self._model = model
+        self._loss_of = None if model.has_loss else loss_of
         self._slot_rows = lowered.slot_rows
         self._holding, self._worker = lowered.holding, worker
         own_stages = sorted({stage for _, stage in schedule.stages_on(worker)})
@@ -95,6 +105,8 @@ class PlannedStages(SlotStages):
 
         def evaluate(x: Tensor | None, slot: int) -> Tensor:
             y = stage.run(x, weights, self._batch(stage, slot, is_last))
+            if is_last and self._loss_of is not None:
+                y = self._loss_of(whole_output(y, stage, self._slot_rows))
             if flow.is_grad_enabled() and not y.requires_grad:
                 y.requires_grad_(True)  # a frozen first stage: its backward pass ends at this tensor
             return y
@@ -103,9 +115,11 @@ class PlannedStages(SlotStages):
 
     def _batch(self, stage: Stage, slot: int, is_last: bool) -> Batch:
         """Return the data of a slot that the stage reads."""
-        inputs = [self.data.rows(slot, 0)] if stage.feeds else []
+        reads_targets = is_last and self._model.has_loss
+        arrays = self.data.arrays(slot) if stage.feeds or reads_targets else []
+        inputs = arrays[: len(arrays) - self._model.has_loss]
         step = self.data.global_number(slot) + 1 if self._model.module.training else None
-        return stage.batch(inputs, self.data.rows(slot, 1) if is_last else None, self._slot_rows, step)
+        return stage.batch(inputs, arrays[-1] if reads_targets else None, self._slot_rows, step)
 
     def _with_frozen(self, stage: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return all weights of a stage in their stored order, given the trained ones."""
@@ -118,8 +132,9 @@ class PlannedStages(SlotStages):
     def trace(self, measure: Measure | None) -> list[TracedSection]:
         """Run one slot forward and backward through each stage in turn, layer by layer, on the ranks of the first pipeline.
 
-        Every stage reads random numbers in place of the previous stage's output, so that it can be measured separately.
-        Gradients are discarded.
+        Every stage reads random numbers in place of the previous stage's output, so that it can be measured separately. If there is
+        one stage, its gradients are then summed over the ranks, layer by layer, as they are priced. (In a pipeline, replicas and
+        other stages take part in the sums.) Gradients are discarded.
 
         Args:
             measure: Called once for every section, on all ranks of the job in the same order. Ranks outside of the section's stage
@@ -146,6 +161,8 @@ class PlannedStages(SlotStages):
             x = flow.tensor(np.random.default_rng(self._rank).standard_normal(shape, dtype=np.float32))
         tracer = StageTracer(stage, self._with_frozen(number, weights), measure)
         tracer.run(x, self._batch(stage, 0, number == len(self._model.stages) - 1))
+        if len(self._model.stages) == 1:
+            tracer.sum_gradients()
         return tracer.sections
 
     # ---- Weights -----------------------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ class PipelineTrainer:
         schedule: A schedule of one training step or of several.
         make_optimizer: Returns an optimizer for a list of parameters; called for each replica of a stage on this rank.
         batch: Returns the inputs and targets of a micro-batch, by its number over all runs: arrays whose rows are the samples.
+        loss_of: For a `PlannedModel` that does not end in a loss: returns the mean loss of a micro-batch, given the whole output of
+            the model. ``batch`` then returns inputs only.
         sizes: Layers per stage of a chain. Default: an even division.
         times: Durations of the stages' tasks, by which communication is ordered (see `lower`).
         compress: Whether tensors between stages are compressed if their values allow it (see `compression`).
@@ -74,6 +76,7 @@ class PipelineTrainer:
         make_optimizer: OptimizerFactory,
         batch: BatchSource,
         *,
+        loss_of: Callable[[Any], Any] | None = None,
         sizes: Sequence[int] | None = None,
         times: Times | None = None,
         compress: bool = False,
@@ -85,7 +88,7 @@ class PipelineTrainer:
             raise UserError(
                 f"the job has {flow.env.get_world_size()} ranks; schedule {schedule.name} takes {sum(schedule.widths)}"
             )
-        inputs, _ = batch(0)
+        inputs = batch(0)[0]
         self.rank: int = flow.env.get_rank()
         self.num_updates = 0
         self.num_micro_batches = 0
@@ -96,7 +99,7 @@ class PipelineTrainer:
             layouts = stage_layouts(model.graph, model.stages)
             tied = model.tied()
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts)
-            self._stages: TrainableStages = PlannedStages(self.lowered, self.rank, model, batch)
+            self._stages: TrainableStages = PlannedStages(self.lowered, self.rank, model, batch, loss_of)
         else:
             stages = _cut_chain(model, schedule, sizes)
             tensors = boundary_tensors(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))

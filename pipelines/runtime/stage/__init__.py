@@ -7,5 +7,6 @@ engine of `..pipeline`.
 - `model`: `PlannedModel`, a user's model divided into stages, and `StageWeights`, the weights that the ranks of a stage store.
 - `stage`: `Stage`, the layers of one stage, ready to run.
 - `global_weights`: `GlobalWeights`, the weights of a stage as OneFlow global tensors.
+- `output`: the output of a model without a loss, gathered on every rank of the last stage.
 - `tracing`: `StageTracer`, a forward and backward pass divided into sections that can be measured.
 """

@@ -1,7 +1,8 @@
 """One training pass divided into sections, so that each phase of each layer can be measured separately.
 
 The autograd graph is cut between layers. Every layer reads detached leaf tensors, and its backward pass starts from the sum of the
-gradients in its readers' leaves. The gradients of parameters stay in the leaves that the caller passes as weights.
+gradients in its readers' leaves. The gradients of parameters collect in the leaves that the caller passes as weights, until they
+are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoddl.costmodel.collectives import Step
+from autoddl.costmodel.distribution import Axis
 
 from ..detaching import detached
 from ..load import load_oneflow
+from ..parameters import sum_gradients
 from ..ranks.wire import Traffic
 from ..setting import Batch
 from .stage import Stage
@@ -85,6 +88,29 @@ class StageTracer:
                 if leaf.grad is not None:
                     gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
         return detached(values[last])
+
+    def sum_gradients(self) -> dict[str, Tensor]:
+        """Sum the gradients of the weights over the ranks of the stage, and remove them from the leaves.
+
+        Each layer has a section, in which the weights that it is the first to use are summed, as the cost model prices them. A
+        layer whose gradients are not summed has none.
+
+        Returns:
+            This rank's part of the sums, by the names of the stored weights that have a gradient.
+        """
+        groups: dict[tuple[str, tuple[Axis, ...]], dict[str, Tensor]] = {}
+        for (name, weight), leaf in zip(self._stage.weights.stored.items(), self._weights):
+            if leaf.grad is not None:
+                groups.setdefault((weight.layer, weight.layout.reduced), {})[name] = leaf.grad
+                leaf.grad = None
+        sums: dict[str, Tensor] = {}
+        with flow.no_grad():
+            for (layer, axes), gradients in groups.items():
+                values = list(gradients.values())
+                if axes:
+                    values = self.section(layer, "gradient", sum_gradients, values, axes, self._stage.stepper)
+                sums.update(zip(gradients, values))
+        return sums
 
     def section(self, layer: str, phase: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``function(*arguments)`` as a section, and return its result."""

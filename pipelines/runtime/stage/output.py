@@ -1,0 +1,50 @@
+"""The output of a model without a loss, gathered on every rank of its last stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoddl.costmodel.distribution import Distribution
+from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.redistribution import redistribute
+from autoddl.costmodel.sbp import Broadcast
+
+from ..comm.moving import move_tensor
+from ..load import load_oneflow
+from .stage import Stage
+
+flow: Any = load_oneflow()
+_Function = flow._oneflow_internal.autograd.AutogradFunctionBase
+
+__all__ = ["whole_output"]
+
+Tensor = Any
+
+
+def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
+    """Gather the model's output on every rank of the last stage; differentiable.
+
+    The gradient of the result has to be the same on every rank, and each rank takes the slice that belongs to its part.
+
+    Args:
+        value: This rank's part of the output, as `Stage.run` returns it.
+        stage: The last stage.
+        samples: Samples of the micro-batch, over all ranks.
+    """
+    last, stepper = stage.layers[-1], stage.stepper
+    split = last.strategy.activations
+    shape = edge_shape(last.layer, samples)
+    replicated = Distribution(split.axes, (Broadcast(),) * len(split.axes))
+    route = redistribute(split, replicated, shape)
+    rows, features = split.slices(stepper.rank, shape)
+
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return move_tensor(x, route, stepper, (0, 2)).clone()
+
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy[rows, :, features].contiguous()
+
+    whole = _Function.apply("whole", forward, backward, value)
+    per_sample = last.layer.output_shape
+    # Models without sequences have one row per sample: the result has no dimension for rows.
+    return whole.reshape(samples, *(per_sample[1:] if len(per_sample) == 2 and last.layer.rows == 1 else per_sample))
