@@ -5,6 +5,9 @@ norm, the probability of a dropout, the base of rotary positions).  Its ``forwar
 would not fit local tensors.  Instead the layers of the graph are run as a single stage (:mod:`.stage`), opaque layers by a copy of
 their submodule.
 
+The user's script calls ``backward`` and owns the optimizer.  So gradients are summed by autograd nodes in the last backward pass
+(:mod:`.parameters`), and not by the engine of :mod:`.pipeline`, whose schedule also contains the optimizer's steps.
+
 Collectives use local tensors and eager autograd, so the module does not run inside ``nn.Graph``.
 """
 

@@ -215,7 +215,10 @@ def test_every_rank_runs_the_steps_of_its_schedule(counted_ranks, name):
     assert found.step.predicted_bytes == pytest.approx(parts + found.between.predicted_bytes)
 
 
-def test_a_sum_of_gradients_that_is_not_priced_is_found(ranks, monkeypatch):
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_sum_of_gradients_that_is_not_priced_is_found(ranks, monkeypatch, num_stages):
+    """A plan without a pipeline runs as a pipeline of one stage, whose gradients are summed as one vector."""
+
     def without_sums(*arguments):
         _, between_ranks = gradient_sums(*arguments)
         return (), between_ranks
@@ -223,7 +226,12 @@ def test_a_sum_of_gradients_that_is_not_priced_is_found(ranks, monkeypatch):
     gradient_sums = prediction.gradient_sums
     monkeypatch.setattr(prediction, "gradient_sums", without_sums)
     monkeypatch.setattr(run, "namespace_available", lambda: Availability("not counted"))
-    found = verify(plan_of(PipelineSchedule("1f1b", 2, 2)), 4, pool=ranks(4))
+    plan = plan_of(PipelineSchedule("1f1b", num_stages, 2))
+    if num_stages == 1:
+        plan = unpipelined_plan(
+            plan.graph, plan.cluster, plan.workload, dict.fromkeys(plan.strategies, Strategy(((2, 1, 1),)))
+        )
+    found = verify(plan, 2 * num_stages, pool=ranks(2 * num_stages))
     (fault,) = found.faults
     assert fault.startswith("a whole step: ") and "ran but is not priced" in fault
 

@@ -336,7 +336,20 @@ def users_plan(tmp_path_factory) -> Path:
     """A plan for two devices of the user's model, however that behaves on ranks."""
     folder = tmp_path_factory.mktemp("users")
     model, path = users_model(folder), folder / "plan.json"
-    command = ["plan", model, "--cluster", "dgx-a100", "--nodes", "1", "--devices-per-node", "2", "--batch", "8"]
+    command = [
+        "plan",
+        model,
+        "--cluster",
+        "dgx-a100",
+        "--nodes",
+        "1",
+        "--devices-per-node",
+        "2",
+        "--batch",
+        "8",
+        "--micro-batch",
+        "4",
+    ]
     assert main([*command, "--precision", "float32", "-o", str(path), "--quiet"]) == 0
     return path
 
@@ -352,6 +365,7 @@ def test_a_users_model_without_a_loss(counted_ranks, capsys, monkeypatch, users_
     path, model = users_plan, users_model(tmp_path)
     code, document = verified_json(capsys, monkeypatch, counted_ranks(2), path, 2, "--model", model)
     assert code == 0 and document["verdict"] == "right"
+    assert (document["workload"]["batch"], document["workload"]["micro_batch"]) == (8, 4)
     assert "dropout is off, since it is random" in document["notes"]
     assert {layer["name"] for layer in document["layers"]} >= {"first", "last"}
     wanted = "is not a built-in one; give --model FILE.py:FUNCTION, which makes it"
