@@ -1,7 +1,7 @@
 """One stage of a model at its plan, on a rank: parameters, forward pass, backward pass, gradients.
 
-A plan without a pipeline is one stage, which `..applied` wraps as a module for users. The stages of a pipeline are run by the
-engine of `..pipeline`.
+The engine of `..pipeline` runs the stages of every plan; a plan without a pipeline has one stage. `..applied` wraps this stage as
+a module, for users who call ``backward`` and the optimizer themselves.
 
 - `plan`: `StagePlan`, the strategies of consecutive layers of a graph. Needs no OneFlow.
 - `model`: `PlannedModel`, a user's model divided into stages, and `StageWeights`, the weights that the ranks of a stage store.
