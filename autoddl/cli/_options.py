@@ -79,6 +79,7 @@ _OPTION_OF_NAME = {
     "num_micro_batches": "--micro-batches",
     "num_pipelines": "--pipelines",
     "micro_batch_rows": "--micro-batch",
+    "slurm_options": "--slurm-option",
 }
 #: Options of ``name=value`` whose name differs from that of the argument.
 _OTHER_NAME = {"form": "--to", "directory": "--chdir", "num_pipelines": "--pipelines"}
@@ -111,6 +112,7 @@ _ASSIGNABLE = (
     "schedule",
     "sequence",
     "sizes",
+    "slurm",
     "summa",
     "text",
     "untied",

@@ -6,23 +6,15 @@ import argparse
 import contextlib
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.reading import is_whole
 from autoddl.costmodel.suggestions import did_you_mean
 
 from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S
 from ._options import add_edited, add_plan
-
-if TYPE_CHECKING:
-    from ..launching.demands import Demands
-    from ..launching.hosts import Placement
-    from ..launching.job import Job
-    from ..launching.joining import Membership
 
 __all__ = ["add_parser", "run"]
 
@@ -187,123 +179,49 @@ def _take_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Launch the script and return the exit code."""
-    from ..api.running import write_message
+    from ..api.running import launch
     from ..launching.interrupts import Interrupted
+    from ..launching.joining import SharedError
+    from ..launching.output import write_message
+    from ..launching.slurm import StepError
 
-    _check(arguments)
     try:
-        return _launch(arguments)
+        text = launch(
+            arguments.plan,
+            arguments.script,
+            arguments.arguments,
+            local=arguments.local,
+            hosts=arguments.hosts.split(",") if arguments.hosts else None,
+            hostfile=arguments.hostfile,
+            slurm=arguments.slurm,
+            slurm_options=arguments.slurm_option,
+            max_restarts=arguments.max_restarts,
+            checkpoints=arguments.checkpoints,
+            log_dir=arguments.log_dir,
+            directory=arguments.chdir or ".",
+            environment=_variables(arguments.env),
+            force=arguments.force,
+            dry_run=arguments.dry_run,
+            with_oneflow=not arguments.without_oneflow,
+            python=arguments.python,
+            ssh=arguments.ssh,
+            master_address=arguments.master_address,
+            stall_timeout_s=arguments.stall_timeout,
+            start_timeout_s=arguments.start_timeout,
+            grace_s=arguments.grace,
+            host_timeout_s=arguments.host_timeout,
+            edited=arguments.edited,
+            on_urgent=_discard_output,
+        )
     except Interrupted as interrupted:
-        write_message(f"interrupted by {interrupted}; all ranks have been ended")
+        if not interrupted.is_reported:
+            write_message(f"interrupted by {interrupted}; all ranks have been ended")
         return 128 + interrupted.number
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    from ..api.running import demands_for, write_line, write_message
-    from ..launching.joining import find_membership
-    from ..launching.running import describe, run_job
-    from ..launching.slurm import batch_script, in_allocation, run_steps, step_command, submit
-
-    demands = demands_for(arguments.plan, arguments.script, arguments.edited)
-    is_place_given = arguments.local or arguments.hosts or arguments.hostfile or arguments.slurm
-    member = None if is_place_given else find_membership(os.environ)
-    if member is not None:
-        return _join(arguments, demands, member)
-    if arguments.slurm:
-        job = _job(arguments, demands, placements=())
-        script = batch_script(job, arguments.slurm_option)
-        if arguments.dry_run:
-            print(script, end="")
-            return 0
-        number, path = submit(job, script)
-        print(f"job {number}: {path}")
-        return 0
-    if not is_place_given and in_allocation(os.environ):
-        job = _job(arguments, demands, placements=())
-        if arguments.dry_run:
-            print(shlex.join(step_command(job)))
-            return 0
-        return run_steps(job, write_message)
-    job = _job(arguments, demands, placements=_placements(arguments, demands))
-    if arguments.dry_run:
-        print(describe(job))
-        return 0
-    run_job(job, write_line, write_message, on_urgent=_discard_output)
+    except (SharedError, StepError) as error:  # reported by rank 0, or in the output of the step
+        return error.exit_code
+    if text and (arguments.dry_run or arguments.slurm):
+        print(text)
     return 0
-
-
-def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -> int:
-    """Join a job as one rank.  Only rank 0 reports errors that all ranks have."""
-    from ..api.running import write_line, write_message
-    from ..launching.hosts import LOCALHOST, Host, Placement
-    from ..launching.interrupts import Interrupted
-    from ..launching.joining import check_membership
-    from ..launching.running import describe, run_job
-
-    try:
-        check_membership(member, demands, force=arguments.force)
-    except UserError:
-        if member.num_ranks != demands.num_ranks and member.rank > 0:
-            return 2
-        raise
-    rank = demands.rank_on(member.rank)
-    placement = Placement(Host(LOCALHOST), range(rank, rank + 1))
-    job = _job(
-        arguments,
-        demands,
-        placements=(placement,),
-        rendezvous=member.rendezvous,
-        local_ranks={rank: member.local_rank},
-        max_restarts=0,
-    )
-    if arguments.dry_run:
-        if member.rank == 0:
-            print(describe(job))
-        return 0
-    restart = os.environ.get("AUTODDL_RESTART", "0")
-    try:
-        first_restart = int(restart) if is_whole(restart) else 0
-        run_job(job, write_line, write_message, first_restart=first_restart, on_urgent=_discard_output)
-    except Interrupted as interrupted:  # reported by the launcher that started all ranks
-        return 128 + interrupted.number
-    return 0
-
-
-def _job(arguments: argparse.Namespace, demands: Demands, placements: Sequence[Placement], **more: Any) -> Job:
-    from ..api.running import make_job
-    from ..launching.heartbeat import HeartbeatTimes
-
-    fields: dict[str, Any] = {
-        "arguments": tuple(arguments.arguments),
-        "is_edited": arguments.edited,
-        "directory": arguments.chdir or ".",
-        "log_dir": arguments.log_dir,
-        "environment": _variables(arguments.env),
-        "checkpoints": arguments.checkpoints,
-        "master_address": arguments.master_address,
-        "python": arguments.python,
-        "ssh": arguments.ssh,
-        "stall_timeout_s": arguments.stall_timeout,
-        "start_timeout_s": arguments.start_timeout,
-        "grace_s": arguments.grace,
-        "heartbeat": HeartbeatTimes(arguments.host_timeout),
-        "max_restarts": arguments.max_restarts,
-        "with_oneflow": not arguments.without_oneflow,
-        "forced": arguments.force,
-    }
-    return make_job(arguments.plan, arguments.script, demands, placements, **{**fields, **more})
-
-
-def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Placement, ...]:
-    from ..api.running import placements_for
-    from ..launching.hosts import parse_hosts, read_hostfile
-
-    hosts = None
-    if arguments.hosts:
-        hosts = parse_hosts(arguments.hosts)
-    elif arguments.hostfile:
-        hosts = read_hostfile(arguments.hostfile)
-    return placements_for(hosts, demands, arguments.force)
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
@@ -317,21 +235,6 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
             raise UserError(f"--env {name}: the variable is not set in this environment; give {name}=VALUE")
         variables[name] = value if equals else os.environ[name]
     return variables
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    from ..api.running import check_limits
-
-    check_limits(
-        arguments.max_restarts,
-        arguments.checkpoints,
-        stall_timeout_s=arguments.stall_timeout,
-        start_timeout_s=arguments.start_timeout,
-        grace_s=arguments.grace,
-        host_timeout_s=arguments.host_timeout,
-    )
-    if arguments.slurm_option and not arguments.slurm:
-        raise UserError("--slurm-option is for --slurm")
 
 
 def _discard_output() -> None:

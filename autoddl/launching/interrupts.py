@@ -13,11 +13,17 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):  # noqa: N818  # not an error
-    """The launcher was ended by a signal; all ranks have been ended."""
+    """The launcher was ended by a signal; all ranks have been ended.
 
-    def __init__(self, number: int) -> None:
+    Attributes:
+        number: number of the signal.
+        is_reported: whether another launcher, which started this one, reports the signal.
+    """
+
+    def __init__(self, number: int, is_reported: bool = False) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+        self.is_reported = is_reported
 
 
 class InterruptCounter:

@@ -26,12 +26,16 @@ from .demands import Demands
 from .job import Rendezvous
 from .nodelist import expand_nodelist
 
-__all__ = ["Membership", "check_membership", "find_membership", "in_slurm_step"]
+__all__ = ["Membership", "SharedError", "check_membership", "find_membership", "in_slurm_step"]
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 16_000
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 #: Slurm's step numbers from here on are not srun's steps, but the batch script and interactive shells.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+
+
+class SharedError(UserError):
+    """An error that all ranks of a job have; it is raised on all ranks but rank 0, which reports it for all."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +180,11 @@ def check_membership(member: Membership, demands: Demands, *, force: bool = Fals
         force: accept ranks on other nodes than the plan's.
 
     Raises:
-        UserError: naming the difference.
+        UserError: naming the difference; a `SharedError` if rank 0 raises the same error.
     """
     if member.num_ranks != demands.num_ranks:
-        raise UserError(f"the plan is for {demands.num_ranks} ranks, {member.launcher} started {member.num_ranks}")
+        message = f"the plan is for {demands.num_ranks} ranks, {member.launcher} started {member.num_ranks}"
+        raise SharedError(message) if member.rank > 0 else UserError(message)
     size = demands.devices_per_node
     if force:
         return

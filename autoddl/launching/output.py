@@ -1,4 +1,4 @@
-"""The ranks' output: unchanged in a file per rank, and line by line, prefixed with the rank, on the terminal."""
+"""The output of ranks, unchanged in a file per rank and line by line on the terminal; and the messages of the launcher."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
-__all__ = ["RankOutput"]
+__all__ = ["RankOutput", "write_line", "write_message"]
 
 
 class RankOutput:
@@ -103,3 +104,16 @@ def _claim(file: IO[bytes]) -> None:
         raise
     except OSError:  # some network file systems do not support locks
         pass
+
+
+def write_line(line: str) -> None:
+    """Write a line of a rank to standard output."""
+    # In one write: ranks that joined a job share a terminal, and `print` may write the end of the line separately.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def write_message(text: str) -> None:
+    """Write a message of the launcher to standard error, as one line."""
+    sys.stderr.write(f"autoddl: {' '.join(text.split())}\n")
+    sys.stderr.flush()

@@ -21,7 +21,7 @@ from autoddl.costmodel.writing import write_atomically
 from .interrupts import InterruptCounter, Interrupted
 from .job import Job
 
-__all__ = ["batch_script", "in_allocation", "launch_command", "run_steps", "step_command", "submit"]
+__all__ = ["StepError", "batch_script", "in_allocation", "launch_command", "run_steps", "step_command", "submit"]
 
 # As for supervisors: a folder "autoddl" in the working directory must not hide the package.
 _START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
@@ -29,6 +29,18 @@ _REFUSED = 2
 _TICK_SECONDS = 0.1
 _SUBMIT_SECONDS = 120.0  # sbatch itself retries for some time if the controller does not answer
 _STEP_END_SECONDS = 30.0  # how long Slurm may take to end a step, in addition to the ranks' own time
+
+
+class StepError(RuntimeError):
+    """A step of Slurm failed; the output of the step contains the error.
+
+    Attributes:
+        exit_code: 2 if the ranks refused their input, otherwise 1.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
@@ -76,9 +88,7 @@ def batch_script(job: Job, options: Sequence[str]) -> str:
     ]
     for option in options:
         if not option.startswith("-"):
-            raise UserError(
-                f"--slurm-option {option!r} should begin with a dash, such as --slurm-option=--partition=gpu"
-            )
+            raise UserError(f"slurm_options: {option!r} should begin with a dash, such as --partition=gpu")
     for option in [*asked, *options]:
         if len(option.splitlines()) > 1:
             raise UserError(f"sbatch option {option!r} contains a line break")

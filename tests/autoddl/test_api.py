@@ -15,6 +15,8 @@ import pytest
 
 import autoddl
 from autoddl.__main__ import main
+from autoddl.launching.joining import SharedError
+from autoddl.launching.slurm import StepError
 from autoddl.pipelines.runtime.load import is_available
 
 from . import doctests
@@ -344,6 +346,8 @@ def test_launch_runs_a_script_on_all_ranks(tmp_path, outside_of_jobs):
         ({"grace_s": 0.0}, "grace is 0, should be more than 0"),
         ({"ssh": ""}, "ssh is empty, should be a command"),
         ({"hosts": ["a", "b", "c"]}, "the plan is for 1 node of 2 devices, found 3 nodes: a, b, c"),
+        ({"hosts": ["a"], "slurm": True}, "hosts and slurm exclude each other"),
+        ({"slurm_options": ["--time=5"]}, "slurm_options is for slurm=True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -352,3 +356,29 @@ def test_what_cannot_be_launched(outside_of_jobs, wishes, message):
     Path("script.py").write_text("")
     with pytest.raises(autoddl.UserError, match=message):
         autoddl.launch(**{"plan": "plan.json", "script": "script.py", "dry_run": True, **wishes})
+
+
+def test_launch_in_jobs_of_other_launchers(outside_of_jobs, monkeypatch):
+    """As a rank, and in an allocation of Slurm; `local` ignores both."""
+    autoddl.plan("mlp:64,64", cluster="local-cpu", devices_per_node=2, batch=8, quiet=True).save("plan.json")
+    Path("script.py").write_text("")
+    wishes = {"plan": "plan.json", "script": "script.py", "dry_run": True}
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert autoddl.launch(**wishes).startswith("srun --nodes=1 --ntasks=2 ")
+    monkeypatch.setenv("PATH", str(Path.cwd()))
+    Path("srun").write_text("#!/bin/sh\nexit 3\n")
+    Path("srun").chmod(0o755)
+    with pytest.raises(StepError, match="the step of Slurm ended with code 1"):
+        autoddl.launch(**{**wishes, "dry_run": False})
+    names = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    assert autoddl.launch(**wishes) == ""  # rank 0 describes the job
+    assert autoddl.launch(**wishes, local=True).startswith("2 ranks of ")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "ranks 0" in autoddl.launch(**wishes)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SharedError, match="the plan is for 2 ranks, the environment started 4"):
+        autoddl.launch(**wishes)
