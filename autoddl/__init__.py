@@ -9,7 +9,7 @@
 
 - **Plans**: `plan` searches for the best plan, `compare` compares search methods and baselines, and `load` reads a plan from a
   file.  A `Plan` can be printed, explained, exported and verified.  `models` and `clusters` list the built-in models and clusters;
-  `extract` builds the layer graph of a OneFlow module.
+  `extract` builds the layer graph of a OneFlow module, and `load_graph` reads a saved one.
 - **Schedules**: `schedule` generates a pipeline schedule, and `schedule_families` lists the families.  `pipeline` runs the planners
   of DAPPLE, Chimera and WPipe on profiled models.
 - **Clusters**: `calibrate` measures this system, `fit` fits a cluster to measurements, and `predict` and `rank` test a cluster.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from autoddl.costmodel.cluster import Cluster
     from autoddl.costmodel.errors import UserError
-    from autoddl.costmodel.graph import LayerGraph
+    from autoddl.costmodel.graph import LayerGraph, load_graph
     from autoddl.costmodel.stopping import Stop, StopRequestedError
     from autoddl.pipelines.runtime.load import load_oneflow
     from autoddl.search.planner import InfeasibleError
@@ -83,6 +83,7 @@ __all__ = [
     "launch",
     "launched",
     "load",
+    "load_graph",
     "load_oneflow",
     "load_plan",
     "models",
@@ -114,7 +115,7 @@ _MODULE_OF = {
         "applying": ("apply",),
         "costmodel.cluster": ("Cluster",),
         "costmodel.errors": ("UserError",),
-        "costmodel.graph": ("LayerGraph",),
+        "costmodel.graph": ("LayerGraph", "load_graph"),
         "costmodel.stopping": ("Stop", "StopRequestedError"),
         "launching.context": ("launched",),
         "pipelines.runtime.load": ("load_oneflow",),

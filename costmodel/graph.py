@@ -152,10 +152,19 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
 
 
 def load_graph(path: str | os.PathLike[str]) -> LayerGraph:
-    """Read a saved graph.
+    """Read a layer graph that :meth:`LayerGraph.save` or ``autoddl extract -o`` wrote.
+
+    Args:
+        path: the JSON file.
 
     Raises:
-        UserError: it cannot be read, or is not a valid graph.
+        UserError: the file cannot be read, or is not a valid graph.
+
+    >>> import autoddl, os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     autoddl.models()[0].graph.save(os.path.join(folder, "graph.json"))
+    ...     autoddl.load_graph(os.path.join(folder, "graph.json"))
+    <LayerGraph gpt2: 114 layers, 124,475,904 parameters>
     """
     return graph_from_document(load_document(path, FORMAT).value, os.fspath(path))
 

@@ -76,7 +76,7 @@ def memory_limit_of(cluster: Cluster, options: Options) -> float:
         raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
     if options.temperature_s is not None and options.method != "metropolis-hastings":
         raise UserError(
-            f"temperature {options.temperature_s:g} s is for metropolis-hastings; {options.method} has none"
+            f"temperature_s is for method='metropolis-hastings'; {options.method} has none"
         )
     if options.temperature_s is not None and not 0 < options.temperature_s < math.inf:
         raise UserError(f"temperature {options.temperature_s:g} should be a finite number of more than 0 s")

@@ -9,9 +9,9 @@ from typing import Any
 from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
 from autoddl.costmodel.graph import LayerGraph
 
-from ..zoo import known_models, resolve_model
+from ..zoo import FORMS, known_models, resolve_model
 
-__all__ = ["BuiltInModel", "cluster_record", "clusters", "models"]
+__all__ = ["BuiltInModel", "clusters", "clusters_document", "models", "models_document"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,12 @@ class BuiltInModel:
         return self.graph.num_parameters
 
     def record(self) -> dict[str, Any]:
-        """Return the entry of the model in ``autoddl models --json``; ``flops`` counts the forward pass of one sample."""
+        """Return the entry of the model in ``autoddl models --json``; ``flops`` counts the forward pass of one sample.
+
+        >>> import autoddl
+        >>> autoddl.models()[0].record()["num_parameters"]
+        124475904
+        """
         graph = self.graph
         return {
             "name": self.name,
@@ -62,6 +67,18 @@ def models() -> tuple[BuiltInModel, ...]:
     return tuple(map(BuiltInModel, known_models()))
 
 
+def models_document() -> dict[str, Any]:
+    """Return the document that ``autoddl models --json`` prints: the built-in models, and how to write models of other sizes.
+
+    >>> from autoddl.api.catalogue import models_document
+    >>> document = models_document()
+    >>> document["models"][0]["name"], document["forms"][0]
+    ('gpt2', 'gpt:LAYERSxWIDTH')
+    """
+    records = [model.record() for model in models()]
+    return {"format": "autoddl-models", "version": 1, "models": records, "forms": list(FORMS)}
+
+
 def clusters() -> tuple[Cluster, ...]:
     """Return the built-in clusters.
 
@@ -74,13 +91,22 @@ def clusters() -> tuple[Cluster, ...]:
     return tuple(map(load_cluster, preset_names()))
 
 
-def cluster_record(name: str) -> dict[str, Any]:
-    """Return the entry of a built-in cluster in ``autoddl clusters --json``; bandwidths are per device."""
-    cluster = load_cluster(name)
+def clusters_document() -> dict[str, Any]:
+    """Return the document that ``autoddl clusters --json`` prints: the built-in clusters with their devices and links.
+
+    >>> from autoddl.api.catalogue import clusters_document
+    >>> {entry["name"]: entry["intra_node"]["bandwidth"] for entry in clusters_document()["clusters"]}["dgx-a100"]
+    300000000000.0
+    """
+    return {"format": "autoddl-clusters", "version": 1, "clusters": list(map(_cluster_record, clusters()))}
+
+
+def _cluster_record(cluster: Cluster) -> dict[str, Any]:
+    """Return the entry of a cluster in the document; bandwidths are per device."""
     device = cluster.device
     inter, intra = cluster.links
     return {
-        "name": name,
+        "name": cluster.name,
         "description": cluster.document["description"],
         "num_nodes": cluster.num_nodes,
         "devices_per_node": cluster.devices_per_node,

@@ -43,11 +43,22 @@ class PlannedLayer:
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
-        """Return the names of all attributes, in the order of their definition."""
+        """Return the names of all attributes, in the order of their definition.
+
+        >>> import autoddl
+        >>> autoddl.PlannedLayer.columns()[:2]
+        ('name', 'kind')
+        """
         return tuple(each.name for each in fields(cls))
 
     def record(self) -> dict[str, Any]:
-        """Return all attributes as a dictionary, with the strategy as text."""
+        """Return all attributes as a dictionary, with the strategy as text.
+
+        >>> import autoddl
+        >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+        >>> plan.layers[0].record()["strategy"]
+        '(1,8,1)'
+        """
         return {**asdict(self), "strategy": str(self.strategy)}
 
 

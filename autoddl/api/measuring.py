@@ -44,11 +44,33 @@ class Calibration(Result):
     result: Fit
 
     def save(self, path: FilePath) -> None:
-        """Write the cluster to a file, which :func:`autoddl.plan` accepts as ``cluster``."""
+        """Write the cluster to a file, which :func:`autoddl.plan` accepts as ``cluster``.
+
+        >>> import autoddl, os, tempfile
+        >>> rows = ["collective,ranks,bytes,seconds"]
+        >>> rows += [f"all-reduce,{n},{b},{1e-5 * n + b / 1e10}" for n in (2, 4, 8) for b in (4096, 65536, 1 << 20, 1 << 24)]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     measured, path = os.path.join(folder, "measured.csv"), os.path.join(folder, "ours.json")
+        ...     _ = open(measured, "w").write("\\n".join(rows))
+        ...     autoddl.fit(measured, base="dgx-a100", name="ours").save(path)
+        ...     autoddl.plan("mlp:256,1024,256", cluster=path, nodes=1, batch=64).cluster.name
+        'ours'
+        """
         write_document(path, self.document)
 
     def draw(self, path: FilePath) -> None:
-        """Draw the measured points and the fitted lines to a file.  Requires matplotlib."""
+        """Draw the measured points and the fitted lines to a file.  Requires matplotlib.
+
+        >>> import autoddl, os, tempfile
+        >>> rows = ["collective,ranks,bytes,seconds"]
+        >>> rows += [f"all-reduce,{n},{b},{1e-5 * n + b / 1e10}" for n in (2, 4, 8) for b in (4096, 65536, 1 << 20, 1 << 24)]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     measured, picture = os.path.join(folder, "measured.csv"), os.path.join(folder, "fit.svg")
+        ...     _ = open(measured, "w").write("\\n".join(rows))
+        ...     autoddl.fit(measured, base="dgx-a100", name="ours").draw(picture)
+        ...     os.path.getsize(picture) > 0
+        True
+        """
         draw(self.result, path)
 
     @property
@@ -219,7 +241,15 @@ class Ranking(Result):
     result: MeasuredRanking
 
     def draw(self, path: FilePath) -> None:
-        """Draw predicted against measured times to a file.  Requires matplotlib."""
+        """Draw predicted against measured times to a file.  Requires matplotlib.
+
+        >>> import autoddl, os, tempfile
+        >>> ranking = autoddl.rank("mlp:64,64", ranks=2, strategies=3, rounds=2, repetitions=1, communication_only=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ranking.draw(os.path.join(folder, "ranking.svg"))
+        ...     os.listdir(folder)
+        ['ranking.svg']
+        """
         from autoddl.calib.ranked import draw_ranking
 
         draw_ranking([self.result], os.fspath(path))

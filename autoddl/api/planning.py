@@ -84,7 +84,7 @@ def plan(
     """
     planner_options = _planner_options(method, options)
     if pipeline is None and allow_stale:
-        raise UserError("allow_stale is for pipelines; give a pipeline too, such as 'auto'")
+        raise UserError("allow_stale is for pipelines; give pipeline='auto', or leave it out")
     graph, devices = _graph_and_cluster(model, inputs, cluster, options)
     if pipeline is None:
         return _plan_without_pipeline(graph, devices, planner_options, options["stop"])
@@ -204,7 +204,7 @@ def compare(
         if name not in METHODS:
             raise unknown("method", name, tuple(METHODS))
     if options["temperature_s"] is not None and "metropolis-hastings" not in names:
-        raise UserError("temperature is for metropolis-hastings, which is not among the methods")
+        raise UserError("temperature_s is for metropolis-hastings, which is not among the methods")
 
     def options_of(method: str) -> Options:
         planner_options = _planner_options(method, options)

@@ -194,6 +194,11 @@ class Comparison(Result):
 
         Raises:
             MissingPackageError: If pandas is not installed.
+
+        >>> import autoddl
+        >>> comparison = autoddl.compare("mlp:64,32,16", cluster="local-cpu", batch=16, methods=["exact"])
+        >>> list(comparison.to_frame()["name"])
+        ['exact', 'data parallel', 'megatron', 'summa']
         """
         from .frames import frame_of
 

@@ -18,7 +18,7 @@ from autoddl.pipelines.validate import validate
 
 from .files import FilePath, write_if_path
 
-__all__ = ["Schedule", "Timeline", "schedule", "schedule_families", "timeline_of"]
+__all__ = ["Schedule", "Timeline", "families_document", "schedule", "schedule_families", "timeline_of"]
 
 #: One number for all stages (or boundaries between stages), or one number for each.
 PerStage = Union[float, Sequence[float]]
@@ -89,7 +89,17 @@ class Schedule(schedules.Schedule):
         return timeline_of(simulate(self, times))
 
     def to_csv(self) -> str:
-        """Return the schedule as CSV, a row per worker and a cell per task; :func:`autoddl.schedule` reads such files."""
+        """Return the schedule as CSV, a row per worker and a cell per task; :func:`autoddl.schedule` reads such files.
+
+        >>> import autoddl
+        >>> print(autoddl.schedule("1f1b", stages=2, micro_batches=1).to_csv(), end="")
+        # schedule,1f1b
+        # micro-batches,1
+        # update-period,1
+        # pipeline,0 1
+        worker 0,0F0,,,0B0 0U0
+        worker 1,,1F0,1B0 1U0,
+        """
         return grid.to_csv(self)
 
     def __repr__(self) -> str:
@@ -111,11 +121,23 @@ class Timeline(timeline.Timeline):
     """
 
     def to_svg(self, path: FilePath | None = None) -> str:
-        """Return a picture with one row per worker, and write it to ``path`` if given."""
+        """Return a picture with one row per worker, and write it to ``path`` if given.
+
+        >>> import autoddl
+        >>> timeline = autoddl.schedule("1f1b", stages=2, micro_batches=2).simulate()
+        >>> timeline.to_svg().startswith("<svg")
+        True
+        """
         return write_if_path(draw.to_svg(self), path)
 
     def to_trace(self, path: FilePath | None = None) -> str:
-        """Return JSON for chrome://tracing and Perfetto, with times as seconds, and write it to ``path`` if given."""
+        """Return JSON for chrome://tracing and Perfetto, with times as seconds, and write it to ``path`` if given.
+
+        >>> import autoddl, json
+        >>> timeline = autoddl.schedule("1f1b", stages=2, micro_batches=2).simulate()
+        >>> [event["name"] for event in json.loads(timeline.to_trace())["traceEvents"]][:3]
+        ['0F0', '0F1', '0B0']
+        """
         return write_if_path(draw.to_trace(self), path)
 
     @property
@@ -206,6 +228,25 @@ def schedule_families() -> tuple[ScheduleFamily, ...]:
     ['pipedream', 'pipedream-2bw', 'wpipe']
     """
     return families()
+
+
+def families_document() -> dict[str, Any]:
+    """Return the document that ``autoddl schedule list --json`` prints: all families of schedules with their options.
+
+    >>> from autoddl.api.schedules import families_document
+    >>> {entry["name"]: entry["options"] for entry in families_document()["families"]}["gpipe"]
+    {}
+    """
+    entries = [
+        {
+            "name": family.name,
+            "summary": family.summary,
+            "synchronous": family.synchronous,
+            "options": dict(family.options),
+        }
+        for family in families()
+    ]
+    return {"format": "autoddl-schedule-families", "version": 1, "families": entries}
 
 
 def timeline_of(run: timeline.Timeline) -> Timeline:

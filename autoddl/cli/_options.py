@@ -48,6 +48,7 @@ __all__ = [
 _SAME_NAME = (
     "activation_limit",
     "all_reduce",
+    "allow_stale",
     "checkpoints",
     "concatenation",
     "every",
@@ -80,6 +81,7 @@ _OPTION_OF_NAME = {
     "num_pipelines": "--pipelines",
     "micro_batch_rows": "--micro-batch",
     "slurm_options": "--slurm-option",
+    "temperature_s": "--temperature",
 }
 #: Options of ``name=value`` whose name differs from that of the argument.
 _OTHER_NAME = {"form": "--to", "directory": "--chdir", "num_pipelines": "--pipelines"}
@@ -93,7 +95,6 @@ _OTHER_VALUE = {
 _ASSIGNABLE = (
     *_OPTION_OF_NAME,
     *_OTHER_NAME,
-    "allow_stale",
     "devices_per_node",
     "edited",
     "heads",

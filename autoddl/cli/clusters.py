@@ -22,14 +22,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the clusters."""
-    from autoddl.costmodel.cluster import preset_names
-
-    from ..api.catalogue import cluster_record
+    from ..api.catalogue import clusters_document
     from ..text.catalogue import clusters_text
 
-    records = [cluster_record(name) for name in preset_names()]
+    document = clusters_document()
     if arguments.json:
-        print_document({"format": "autoddl-clusters", "version": 1, "clusters": records})
-        return 0
-    show(clusters_text(records), arguments)
+        print_document(document)
+    else:
+        show(clusters_text(document["clusters"]), arguments)
     return 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.suggestions import did_you_mean
 from autoddl.search import METHODS
 
 from ._options import print_result
@@ -36,14 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ..api.planning import compare
 
     methods = arguments.methods.split(",") if arguments.methods else None
-    for method in methods or ():
-        if method not in METHODS:
-            hint = did_you_mean(method, METHODS)
-            raise UserError(
-                f"--methods names {method!r}, should name some of {', '.join(METHODS)}{hint and '; ' + hint}"
-            )
-    if arguments.temperature is not None and methods is not None and "metropolis-hastings" not in methods:
-        raise UserError("--temperature is for metropolis-hastings, which --methods does not name")
     graph, cluster = model_of(arguments), cluster_of(arguments)
     options = planning_options(arguments)
     with interruptible() as interrupt:

@@ -22,13 +22,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the models."""
-    from ..api.catalogue import models
+    from ..api.catalogue import models_document
     from ..text.catalogue import models_text
-    from ..zoo import FORMS
 
-    records = [model.record() for model in models()]
+    document = models_document()
     if arguments.json:
-        print_document({"format": "autoddl-models", "version": 1, "models": records, "forms": list(FORMS)})
-        return 0
-    show(models_text(records, FORMS), arguments)
+        print_document(document)
+    else:
+        show(models_text(document["models"], document["forms"]), arguments)
     return 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from autoddl.costmodel.errors import UserError
-
 from ._options import print_document, show
 from ._planning import add_method, add_planning_arguments, cluster_of, model_of, planning_options
 from ._stopping import interruptible
@@ -42,10 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Find a plan, write it and print it."""
-    if arguments.pipeline is None and arguments.allow_stale:
-        raise UserError("--allow-stale is for pipelines; add --pipeline auto, or leave it out")
-    if arguments.temperature is not None and arguments.method != "metropolis-hastings":
-        raise UserError(f"--temperature is for --method metropolis-hastings; {arguments.method} has none")
     from ..api.planning import plan
 
     graph, cluster = model_of(arguments), cluster_of(arguments)

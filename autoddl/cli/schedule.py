@@ -204,22 +204,12 @@ def _render(arguments: argparse.Namespace, output_format: str, width: int | None
 
 
 def _family_list(as_json: bool, width: int | None) -> str:
-    from autoddl.pipelines.generators import families
-
+    from ..api.schedules import families_document, schedule_families
     from ..text.runs import families_text
 
     if as_json:
-        entries = [
-            {
-                "name": family.name,
-                "summary": family.summary,
-                "synchronous": family.synchronous,
-                "options": dict(family.options),
-            }
-            for family in families()
-        ]
-        return json.dumps({"format": "autoddl-schedule-families", "version": 1, "families": entries}, indent=1) + "\n"
-    return fitted(families_text(families()), width) + "\n"
+        return json.dumps(families_document(), indent=1) + "\n"
+    return fitted(families_text(schedule_families()), width) + "\n"
 
 
 def _numbers(text: str) -> float | list[float]:

@@ -9,6 +9,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from . import doctests
 from .sample_plans import pipeline_plan, written
 
 #: Names whose doctests start ranks, or import OneFlow, which no process of the tests should hold.
-WITH_ONEFLOW = ("Plan", "apply", "calibrate", "load_oneflow", "rank", "train")
+WITH_ONEFLOW = ("Plan", "Ranking", "apply", "calibrate", "load_oneflow", "rank", "train")
 FUNCTIONS = [name for name in autoddl.__all__ if inspect.isfunction(getattr(autoddl, name))]
 CLASSES = [name for name in autoddl.__all__ if inspect.isclass(getattr(autoddl, name))]
 SMALL = {"cluster": "gcp-a100", "nodes": 2, "devices_per_node": 2, "batch": 16, "quiet": True}
@@ -72,8 +73,18 @@ def test_version(capsys):
 
 def test_every_function_has_a_doctest():
     assert [name for name in FUNCTIONS if not doctests.examples_of(name)] == []
-    methods = {"diff", "alternatives", "explain", "export", "report", "save", "to_frame", "verify"}
-    assert {test.name for test in doctests.examples_of("Plan")} == {"Plan", *(f"Plan.{name}" for name in methods)}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CLASSES if getattr(autoddl, name).__module__.startswith("autoddl.api.")]
+)
+def test_every_method_of_a_result_has_a_doctest(name):
+    """Properties and inherited methods need none."""
+    members = vars(getattr(autoddl, name)).items()
+    kinds = (FunctionType, classmethod, staticmethod)
+    methods = {key for key, value in members if isinstance(value, kinds) and not key.startswith("_")}
+    tested = {test.name for test in doctests.examples_of(name)}
+    assert {f"{name}.{method}" for method in methods} - tested == set()
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS + CLASSES if name not in WITH_ONEFLOW])
@@ -284,7 +295,7 @@ def test_edited_plans_say_so(small, tmp_path):
         ({"precision": "half"}, "precision"),
         ({"pipeline": "atuo"}, "pipeline 'atuo' is not one of auto"),
         ({"allow_stale": True}, "allow_stale is for pipelines"),
-        ({"temperature_s": 1.0}, "temperature 1 s is for metropolis-hastings"),
+        ({"temperature_s": 1.0}, "temperature_s is for method='metropolis-hastings'; exact has none"),
         ({"batch": 0}, "batch 0 should be at least 1"),
         ({"memory_limit_bytes": 1000.0}, "the smallest memory that would do is"),
         ({"model": object()}, "model is a object, should be a name"),

@@ -248,7 +248,7 @@ def test_a_constant_temperature(capsys):
     where = ["mlp:64,32,16", "--cluster", "local-cpu", "--batch", "16", "--quiet", "--temperature", "1ms"]
     assert run(capsys, "compare", *where)[0] == 0
     code, _, err = run(capsys, "compare", *where, "--methods", "exact")
-    assert code == 2 and "--temperature is for metropolis-hastings, which --methods does not name" in err
+    assert code == 2 and "--temperature is for metropolis-hastings, which is not among the methods" in err
 
 
 def test_a_plan_for_communication_says_whose_step_is_faster(capsys):
@@ -270,7 +270,7 @@ def test_compare(capsys):
     assert all(row.get("step_s", 1e9) >= document["lower_bound_s"] * (1 - 1e-9) for row in rows.values())
     some = plan_json(capsys, *arguments, "--methods", "exact,random")
     assert [row["name"] for row in some["rows"]][:2] == ["exact", "random"]
-    assert "--methods names 'magic'" in refused(capsys, *arguments, "--methods", "exact,magic")
+    assert "method 'magic' is unknown; known are exact" in refused(capsys, *arguments, "--methods", "exact,magic")
 
 
 # --------------------------------------------------------------------------------------------------------------- bad input
