@@ -75,9 +75,7 @@ def memory_limit_of(cluster: Cluster, options: Options) -> float:
     if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
         raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
     if options.temperature_s is not None and options.method != "metropolis-hastings":
-        raise UserError(
-            f"temperature_s is for method='metropolis-hastings'; {options.method} has none"
-        )
+        raise UserError(f"temperature_s is for method='metropolis-hastings'; {options.method} has none")
     if options.temperature_s is not None and not 0 < options.temperature_s < math.inf:
         raise UserError(f"temperature {options.temperature_s:g} should be a finite number of more than 0 s")
     if options.evaluations is not None and options.evaluations < 1:
