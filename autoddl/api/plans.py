@@ -147,10 +147,18 @@ class Plan(planfile.PlanFile):
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """Simulated timeline of the pipeline's schedule, in seconds; None without a pipeline."""
+        """Simulated timeline of the plan's schedule, in seconds.
+
+        The timeline lists every micro-batch.  It is None if a plan without a pipeline has more than 131,072 micro-batches, which
+        all take the same time, one after the other: a timeline of millions of them would take gigabytes.
+        """
+        from autoddl.pipelines.joint.space import MAX_PASSES
+
         from .schedules import timeline_of
 
-        return timeline_of(self.evaluation.timeline) if self.has_pipeline else None
+        if not self.has_pipeline and self.workload.num_micro_batches > MAX_PASSES:
+            return None
+        return timeline_of(self.evaluation.timeline)
 
     @cached_property
     def view(self) -> PlanView:

@@ -67,7 +67,7 @@ class PlanView:
     @property
     def has_pipeline(self) -> bool:
         """Whether the plan has several stages, and so boundaries, bubbles and different workers."""
-        return self.plan.num_stages > 1
+        return self.plan.has_pipeline
 
     @property
     def step_s(self) -> float:
@@ -87,7 +87,7 @@ class PlanView:
     @property
     def bubble_s(self) -> float:
         """Idle time of the busiest worker [s]; 0 for a single stage."""
-        return self.evaluation.bubble_s if self.has_pipeline else 0.0
+        return self.evaluation.bubble_s
 
     @property
     def memory_bytes(self) -> float:

@@ -229,6 +229,14 @@ def test_figures_of_layers_and_stages_add_up(small, joint):
     assert max(one.memory_bytes for one in joint.stages) == joint.memory_bytes
 
 
+def test_a_timeline_without_a_pipeline(small):
+    """It takes the step; there is none for millions of micro-batches, which would take gigabytes."""
+    assert small.timeline.makespan == pytest.approx(small.step_s)
+    assert small.timeline.schedule.num_micro_batches == small.workload.num_micro_batches
+    long = {"cluster": "local-cpu", "devices_per_node": 1, "micro_batch": 1, "quiet": True}
+    assert autoddl.plan("mlp:64,64", batch=2**17 + 1, **long).timeline is None
+
+
 def test_alternatives_by_group_and_by_layer(small):
     group = small.alternatives("h.*.mlp.c_fc", count=2)
     assert group == small.alternatives("h.1.mlp.c_fc", count=2) and len(group) == 2
