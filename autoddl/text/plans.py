@@ -239,60 +239,78 @@ def _layer_rows(evaluation: Evaluation) -> Iterable[_LayerRow]:
 
 # ---- Totals ------------------------------------------------------------------------------------------------------------------
 
-#: Name, value, remark.
-_TOTALS: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(), Column(wraps=True))
-#: Name, value, its share of the step or of the memory limit, remark.
-_TOTALS_WITH_SHARES: tuple[Column[tuple[str, ...]], ...] = (
-    Column(),
-    Column(right=True),
-    Column(right=True),
-    Column(wraps=True),
-)
+
+@dataclass(frozen=True)
+class _Total:
+    """A row of the table of totals.
+
+    Attributes:
+        name: what is totalled.
+        value: the time or the memory.
+        share: its share of the step or of the memory limit; shown with a pipeline.
+        remark: what the value is of, or what it consists of.
+    """
+
+    name: str
+    value: str
+    share: str
+    remark: str
+
+
+def _total_columns(has_pipeline: bool) -> tuple[Column[_Total], ...]:
+    """Columns of the table of totals.  With a pipeline the values have shares, and are compared with each other."""
+    shares: Column[_Total] = Column("", lambda row: row.share, right=True)
+    return (
+        Column("", lambda row: row.name),
+        Column("", lambda row: row.value, right=has_pipeline),
+        *([shares] if has_pipeline else []),
+        Column("", lambda row: row.remark, wraps=True),
+    )
 
 
 def _totals(result: PlanResult) -> Section:
-    workload, step_s = result.configuration.workload, result.evaluation.step_s
-    rate = workload.batch / step_s
+    """The totals of a step: times of the busiest worker, and memory of the fullest device."""
+    evaluation, workload = result.evaluation, result.configuration.workload
+    rate = workload.batch / evaluation.step_s
     utilisation = peak_share(result.graph, result.cluster, workload, rate)
     speed = f"{rate:,.1f} {result.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"
-    if not result.evaluation.has_pipeline:
-        return ["Per step", Table(_TOTALS, (("step", format_seconds(step_s), speed), *_device_totals(result)))]
-    rows = [("step", format_seconds(step_s), "", speed), *_pipeline_totals(result)]
-    if result.options.base.objective != "step":
-        rows.insert(1, ("minimised", format_seconds(result.cost), "", "a step in which nothing is computed"))
-    return ["Per step", Table(_TOTALS_WITH_SHARES, tuple(rows))]
+    rows = [_Total("step", format_seconds(evaluation.step_s), "", speed)]
+    if evaluation.has_pipeline and result.options.base.objective != "step":
+        rows.append(_Total("minimised", format_seconds(result.cost), "", "a step in which nothing is computed"))
+    for name, seconds, remark in _parts_of_step(evaluation):
+        rows.append(_Total(name, format_seconds(seconds), f"{seconds / evaluation.step_s:.1%}", remark))
+    share = f"{evaluation.memory_bytes / result.memory_limit_bytes:.0%}"
+    rows.append(_Total("memory", format_bytes(evaluation.memory_bytes), share, _memory_remark(result)))
+    return ["Per step", Table.of(_total_columns(evaluation.has_pipeline), rows)]
 
 
-def _device_totals(result: PlanResult) -> Iterator[tuple[str, str, str]]:
-    """The totals of a device.  Without a pipeline they are the same for all devices."""
-    evaluation, (stage,) = result.evaluation, result.evaluation.stages
-    yield "compute", format_seconds(evaluation.compute_s), ""
-    sent = f"each device sends {format_bytes(evaluation.sent_bytes)}"
-    yield "communication", format_seconds(evaluation.communication_s), sent
-    parts = (
-        f"of {format_bytes(result.memory_limit_bytes)}: {format_bytes(stage.state_bytes)} parameters, gradients and "
-        f"optimizer, {format_bytes(stage.kept_bytes)} activations, {format_bytes(stage.buffer_bytes)} buffer"
-    )
-    yield "memory", format_bytes(evaluation.memory_bytes), parts
-
-
-def _pipeline_totals(result: PlanResult) -> Iterator[tuple[str, str, str, str]]:
-    """The times of the busiest worker, and the memory of the fullest device."""
-    evaluation, limit = result.evaluation, result.memory_limit_bytes
+def _parts_of_step(evaluation: Evaluation) -> Iterator[tuple[str, float, str]]:
+    """Name, seconds and remark of each part of the step.  Without a pipeline all devices take the same, and none waits."""
+    if not evaluation.has_pipeline:
+        yield "compute", evaluation.compute_s, ""
+        yield "communication", evaluation.communication_s, f"each device sends {format_bytes(evaluation.sent_bytes)}"
+        return
+    yield "compute", evaluation.compute_s, f"of the busiest worker ({evaluation.busiest})"
+    yield "communication", evaluation.inner_communication_s, "inside its stages"
     exposed = (
         f"{format_seconds(evaluation.exposed_transfer_s)} between stages, "
         f"{format_seconds(evaluation.exposed_all_reduce_s)} of gradients"
     )
-    for name, seconds, remark in (
-        ("compute", evaluation.compute_s, f"of the busiest worker ({evaluation.busiest})"),
-        ("communication", evaluation.inner_communication_s, "inside its stages"),
-        ("exposed", evaluation.exposed_communication_s, exposed),
-        ("bubble", evaluation.bubble_s, "it waits for other stages"),
-    ):
-        yield name, format_seconds(seconds), f"{seconds / evaluation.step_s:.1%}", remark
-    least = format_bytes(min(evaluation.worker_memory_bytes))
-    remark = f"of the {format_bytes(limit)} of the fullest device; the emptiest has {least}"
-    yield "memory", format_bytes(evaluation.memory_bytes), f"{evaluation.memory_bytes / limit:.0%}", remark
+    yield "exposed", evaluation.exposed_communication_s, exposed
+    yield "bubble", evaluation.bubble_s, "it waits for other stages"
+
+
+def _memory_remark(result: PlanResult) -> str:
+    """What the memory consists of, or, with a pipeline, the memory of the emptiest device."""
+    evaluation, limit = result.evaluation, format_bytes(result.memory_limit_bytes)
+    if evaluation.has_pipeline:
+        least = format_bytes(min(evaluation.worker_memory_bytes))
+        return f"of the {limit} of the fullest device; the emptiest has {least}"
+    (stage,) = evaluation.stages
+    return (
+        f"of {limit}: {format_bytes(stage.state_bytes)} parameters, gradients and "
+        f"optimizer, {format_bytes(stage.kept_bytes)} activations, {format_bytes(stage.buffer_bytes)} buffer"
+    )
 
 
 # ---- Rivals ------------------------------------------------------------------------------------------------------------------
