@@ -292,7 +292,7 @@ def errors_of_cluster(cluster: Cluster, samples: Sequence[Sample]) -> list[HeldO
             resized = sizes.setdefault(point.ranks_per_node, cluster.resized(None, point.ranks_per_node))
             link = resized.links[index]
             if point.collective == TRANSFER:
-                seconds = link.latency_s + point.num_bytes / link.bandwidth
+                seconds = link.message_time(1, point.num_bytes)
             else:
                 seconds = link.time(
                     Step(Collective(point.collective), Axis(point.ranks, point.stride), point.num_bytes)

@@ -30,6 +30,7 @@ class LayerAssessment:
         layer, strategy: the layer and its strategy.
         work: steps, computation and memory of the layer for one micro-batch.
         arriving: forward steps that redistribute its inputs, for one micro-batch; the backward pass mirrors them.
+        forward_compute_s, backward_compute_s: seconds of local work per micro-batch.
         forward_communication_s, backward_communication_s: seconds per micro-batch.
         gradient_communication_s: seconds per training step.
         communication_s, compute_s: seconds per training step.
@@ -40,6 +41,8 @@ class LayerAssessment:
     strategy: Strategy
     work: LayerWork
     arriving: tuple[Step, ...]
+    forward_compute_s: float
+    backward_compute_s: float
     forward_communication_s: float
     backward_communication_s: float
     gradient_communication_s: float
@@ -120,7 +123,7 @@ def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: 
         if strategy is None:
             raise UserError(f"layer {layer.name!r} has no strategy")
         _check(graph, layer, cluster, workload, strategies)
-        work = layer_work(layer, strategy, cluster, workload, workload.micro_batch, not graph.inputs(layer.name))
+        work = layer_work(layer, strategy, workload, workload.micro_batch, not graph.inputs(layer.name))
         arriving = tuple(
             step
             for producer in graph.inputs(layer.name)
@@ -138,6 +141,8 @@ def _assess_layer(
     cluster: Cluster,
     workload: Workload,
 ) -> LayerAssessment:
+    works = work.forward_work, work.backward_work
+    forward_s, backward_s = (cluster.local_time(local, workload.precision) for local in works)
     forward = sum(cluster.time(step) for step in (*arriving, *work.forward))
     backward = sum(cluster.time(step) for step in (*work.backward, *(step.adjoint() for step in arriving)))
     gradient = sum(cluster.time(step) for step in work.gradient)
@@ -150,11 +155,13 @@ def _assess_layer(
         strategy=strategy,
         work=work,
         arriving=arriving,
+        forward_compute_s=forward_s,
+        backward_compute_s=backward_s,
         forward_communication_s=forward,
         backward_communication_s=backward,
         gradient_communication_s=gradient,
         communication_s=num * (forward + backward) + gradient,
-        compute_s=num * (work.forward_s + work.backward_s),
+        compute_s=num * (forward_s + backward_s),
         sent_bytes=num * per_micro_batch + sum(step.sent_bytes for step in work.gradient),
     )
 

@@ -36,7 +36,7 @@ from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
 from .limits import MAX_DEVICES, RANGES
-from .localwork import LocalWork, matmul
+from .localwork import LocalWork, elementwise, matmul
 from .reading import is_whole, shown_path
 from .suggestions import did_you_mean
 from .units import to_si
@@ -51,9 +51,11 @@ LEVEL_NAMES = ("inter-node", "intra-node")
 class Link:
     """The links of one network level.
 
+    Every time is affine in bytes; see :meth:`times`.
+
     Attributes:
-        latency_s: seconds per message (alpha).
-        bandwidth: bytes/s per device (1 / beta).
+        latency_s: seconds per message (alpha) from one device to another, and of collectives that have no terms of their own.
+        bandwidth: bytes/s per device (1 / beta), of the same messages.
         collectives: (latency_s, bandwidth) of collectives that were calibrated separately.
         groups: (latency_s, bandwidth) of a collective in groups of one size.
         copies: seconds per byte of a collective's local reductions and copies.
@@ -67,14 +69,39 @@ class Link:
 
     def time(self, step: Step) -> float:
         """Seconds that ``step`` takes on this link (formulas: :mod:`autoddl.costmodel.collectives`)."""
+        latency_s, transfer_s = self.times(step)
+        return latency_s + transfer_s
+
+    def times(self, step: Step) -> tuple[float, float]:
+        """Seconds of ``step`` as (latency, transfer).
+
+        The latency does not depend on the bytes of the step, and the transfer is proportional to them.  So a step of one byte has
+        the seconds per byte as its transfer.
+
+        >>> from autoddl.costmodel.distribution import Axis
+        >>> link = Link(latency_s=1e-6, bandwidth=1e9)
+        >>> link.times(Step(Collective.ALL_GATHER, Axis(2, 1), 1e6))
+        (1e-06, 0.0005)
+        """
         if not (self.groups or self.collectives or self.copies):  # the usual case; a plan calls this thousands of times
-            return step.messages * self.latency_s + step.sent_bytes / self.bandwidth
+            return step.messages * self.latency_s, step.sent_bytes / self.bandwidth
         own = self.groups.get((step.collective, step.axis.size)) if self.groups else None
         if own is not None:
-            return step.messages * own[0] + step.sent_bytes / own[1]
+            return step.messages * own[0], step.sent_bytes / own[1]
         latency_s, bandwidth = self.collectives.get(step.collective, (self.latency_s, self.bandwidth))
-        ring_s = step.messages * latency_s + step.sent_bytes / bandwidth
-        return ring_s + step.nbytes * self.copies.get(step.collective, 0.0)
+        copy = self.copies.get(step.collective, 0.0)
+        return step.messages * latency_s, step.sent_bytes / bandwidth + step.nbytes * copy
+
+    def message_time(self, messages: float, nbytes: float) -> float:
+        """Seconds of messages from one device to another, ``nbytes`` in total.
+
+        They use ``latency_s`` and ``bandwidth``, whatever terms collectives have: calibration fits these two to point-to-point
+        transfers if such transfers were measured.
+
+        >>> Link(latency_s=1e-6, bandwidth=1e9).message_time(2, 1e6)
+        0.001002
+        """
+        return messages * self.latency_s + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -179,6 +206,10 @@ class Cluster:
         """Seconds that one communication step takes."""
         return self.levels[step.axis.level].link.time(step)
 
+    def times(self, step: Step) -> tuple[float, float]:
+        """Seconds of one communication step as (latency, transfer); see :meth:`Link.times`."""
+        return self.levels[step.axis.level].link.times(step)
+
     def local_time(self, work: LocalWork, precision: str) -> Any:
         """Seconds of local work (formula: module docstring)."""
         arithmetic_s, memory_s, launches_s = self.local_times(work, precision)
@@ -195,8 +226,8 @@ class Cluster:
         return self.local_time(matmul(m, k, n, itemsize, count), precision)
 
     def elementwise_time(self, nbytes: float) -> float:
-        """Seconds of an element-wise kernel that reads and writes ``nbytes`` in total."""
-        return self.device.launch_s + nbytes / self.device.memory_bandwidth
+        """Seconds of an element-wise kernel that reads and writes ``nbytes`` in total, in any precision."""
+        return self.local_time(elementwise(nbytes), self.default_precision)
 
     @property
     def hash(self) -> str:

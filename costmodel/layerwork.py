@@ -4,7 +4,8 @@ The modules of :mod:`autoddl.costmodel.kinds` hold what differs between kinds of
 
 **Gradients.**  The gradients of parameters are all-reduced over p0, once per training step.
 
-**Compute.**  Each kind counts kernels, FLOPs and bytes of memory traffic; ``Cluster.local_time`` converts them to seconds.
+**Counts.**  All figures are counts: steps with their bytes, kernels, FLOPs and bytes of memory traffic.  They need no cluster.
+:class:`autoddl.costmodel.cluster.Cluster` converts them to seconds: ``time`` a step, ``local_time`` local work.
 
 **Memory.**  The kept activations are those of the layer's body; with recomputation only the evenly split input.  The buffer
 exists only while the layer runs: gathered input and unreduced output, and with recomputation the recomputed activations.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cluster import Cluster
 from .collectives import Step, all_reduce_steps
 from .kinds.kind import LayerQuantities, Number
 from .kinds.registry import kind_of
@@ -34,7 +34,6 @@ class LayerWork:
         forward, backward: communication steps of one micro-batch.
         gradient: communication steps after the last micro-batch, once per training step.
         forward_work, backward_work: computation of one micro-batch (the backward pass includes recomputation).
-        forward_s, backward_s: seconds of ``forward_work`` and ``backward_work``.
         state_bytes: bytes of parameters, gradients and optimizer states.
         kept_bytes: bytes of activations kept from the forward to the backward pass of one micro-batch.
         buffer_bytes: bytes that exist only while the layer runs.
@@ -45,8 +44,6 @@ class LayerWork:
     gradient: tuple[Step, ...]
     forward_work: LocalWork
     backward_work: LocalWork
-    forward_s: Number
-    backward_s: Number
     state_bytes: Number
     kept_bytes: Number
     buffer_bytes: Number
@@ -55,7 +52,6 @@ class LayerWork:
 def layer_work(
     layer: Layer,
     strategy: Strategy | StrategyGroup,
-    cluster: Cluster,
     workload: Workload,
     samples: Number,
     is_first: bool,
@@ -65,8 +61,9 @@ def layer_work(
     Args:
         strategy: one strategy, or a group of strategies that run the same steps.  For a group, the numbers of the result are
             arrays of shape (strategies,).
-        samples: samples per micro-batch over all devices: a number >= 0, or an array that is broadcast against the strategies
-            (shape (2, 1) gives numbers of shape (2, strategies) or less).  All costs are affine in it.
+        samples: samples per micro-batch over all devices, a number >= 0.  All figures are affine in it:
+            :data:`autoddl.costmodel.affine.VARIABLE` gives each figure that depends on it as an
+            :class:`autoddl.costmodel.affine.Affine`.
         is_first: whether the layer reads the data itself; then it gathers no input and computes no gradient for it.
     """
     kind, frame = kind_of(layer.kind), LayerQuantities(layer, strategy, workload, samples)
@@ -89,8 +86,6 @@ def layer_work(
         gradient=gradient,
         forward_work=body.forward_work,
         backward_work=backward_work,
-        forward_s=cluster.local_time(body.forward_work, workload.precision),
-        backward_s=cluster.local_time(backward_work, workload.precision),
         state_bytes=own * workload.bytes_per_parameter,
         kept_bytes=kept,
         buffer_bytes=buffer,

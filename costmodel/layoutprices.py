@@ -19,13 +19,10 @@ from .exchange import Exchange, exchange_between
 from .redistribution import Redistribution, Route, redistribute
 from .workload import Workload
 
-__all__ = ["MANY", "Layout", "LayoutPrices", "communication_time"]
+__all__ = ["Layout", "LayoutPrices", "communication_time"]
 
 #: A canonical layout: (p0, s) for each network level.
 Layout = tuple[tuple[int, int], ...]
-
-#: Number of samples or bytes over which a slope is computed.  With 1, the latency would cancel most digits of the slope.
-MANY = 2.0**40
 
 
 def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
@@ -117,13 +114,13 @@ class LayoutPrices:
             self.may_shrink = self.may_shrink or 2 * its_fixed < fixed or its_per_byte < per_byte
 
     def _affine(self, part: Redistribution | Exchange, is_back: bool) -> tuple[float, float]:
-        """(seconds, seconds per byte of the tensor) of a part of a route, forward or backward (``is_back``)."""
+        """(seconds, seconds per byte of the tensor) of a part of a route, forward or backward (``is_back``).
+
+        The exchange's seconds per byte are read off a tensor of one byte.
+        """
         if isinstance(part, Exchange):
-            fixed, many = (
-                communication_time(self.cluster, [s.adjoint() if is_back else s for s in part.steps(nbytes)])
-                for nbytes in (0.0, MANY)
-            )
-            return fixed, (many - fixed) / MANY
+            exchanged = [self.cluster.times(step.adjoint() if is_back else step) for step in part.steps(1.0)]
+            return sum(latency for latency, _ in exchanged), sum(per_byte for _, per_byte in exchanged)
         sending = [
             (fraction, self._collective(ADJOINT[move.collective] if is_back else move.collective, move.axis))
             for move, fraction in zip(part.moves, part.fractions)
@@ -134,9 +131,8 @@ class LayoutPrices:
         )
 
     def _collective(self, collective: Collective, axis: Axis) -> tuple[float, float]:
-        """(seconds, seconds per byte) of a collective along an axis."""
+        """(seconds, seconds per byte) of a collective along an axis: the parts of the time of one byte."""
         key = (collective, axis)
         if key not in self._collectives:
-            fixed, many = (self.cluster.time(Step(collective, axis, nbytes)) for nbytes in (0.0, MANY))
-            self._collectives[key] = (fixed, (many - fixed) / MANY)
+            self._collectives[key] = self.cluster.times(Step(collective, axis, 1.0))
         return self._collectives[key]

@@ -21,17 +21,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
+from .affine import VARIABLE, parts_of
 from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph
 from .kinds.registry import kind_of
 from .layerwork import layer_work
-from .layoutprices import MANY, LayoutPrices, communication_time
+from .layoutprices import LayoutPrices, communication_time
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
 from .problem import Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
@@ -487,35 +487,24 @@ class _Prices:
         return np.ceil(self.buffer_fixed + micro_batch * self.buffer_slope).max(axis=0)
 
 
-#: The numbers of samples at which affine prices are evaluated, to obtain fixed part and slope.
-_TWO_POINTS = np.array([[0.0], [MANY]])
-
-
 def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
-    is_first = not book.graph.inputs(layer.name)
+    cluster, is_first = book.cluster, not book.graph.inputs(layer.name)
     strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
     columns = np.zeros((13, len(strategies)))
-    for group in group_strategies(strategies, book.cluster.size_dependent_levels):
-        work = layer_work(layer, group, book.cluster, book.workload, _TWO_POINTS, is_first)
-        at = (2, len(group.indices))
-
-        def affine(value: Any, at: tuple[int, int] = at) -> tuple[Any, Any]:
-            fixed, many = np.broadcast_to(value, at)
-            return fixed, (many - fixed) / MANY
-
-        for row, value in enumerate(
-            (
-                communication_time(book.cluster, work.forward),
-                communication_time(book.cluster, work.backward),
-                work.forward_s,
-                work.backward_s,
-            )
-        ):
-            columns[2 * row : 2 * row + 2, group.indices] = affine(value)
-        columns[8, group.indices] = communication_time(book.cluster, work.gradient)
+    for group in group_strategies(strategies, cluster.size_dependent_levels):
+        work = layer_work(layer, group, book.workload, VARIABLE, is_first)
+        times = (
+            communication_time(cluster, work.forward),
+            communication_time(cluster, work.backward),
+            cluster.local_time(work.forward_work, book.workload.precision),
+            cluster.local_time(work.backward_work, book.workload.precision),
+        )
+        for row, seconds in enumerate(times):
+            columns[2 * row, group.indices], columns[2 * row + 1, group.indices] = parts_of(seconds)
+        columns[8, group.indices] = communication_time(cluster, work.gradient)
         columns[9, group.indices] = work.state_bytes
-        columns[10, group.indices] = affine(work.kept_bytes)[1]
-        columns[11:13, group.indices] = affine(work.buffer_bytes)
+        columns[10, group.indices] = parts_of(work.kept_bytes)[1]
+        columns[11, group.indices], columns[12, group.indices] = parts_of(work.buffer_bytes)
     return _Prices(
         times=columns[:8],
         gradient=columns[8],

@@ -113,11 +113,10 @@ def _cost_of(
     objective: str,
 ) -> Any:
     """Cost of one layer per training step [s], without redistributions; for a group of strategies an array."""
-    work = layer_work(graph[name], strategy, cluster, workload, workload.micro_batch, not graph.inputs(name))
+    work = layer_work(graph[name], strategy, workload, workload.micro_batch, not graph.inputs(name))
     communication = sum(cluster.time(step) for step in (*work.forward, *work.backward))
-    per_micro_batch = (
-        communication if objective == "communication" else communication + work.forward_s + work.backward_s
-    )
+    works = () if objective == "communication" else (work.forward_work, work.backward_work)
+    per_micro_batch = sum((cluster.local_time(local, workload.precision) for local in works), communication)
     return workload.num_micro_batches * per_micro_batch + sum(cluster.time(step) for step in work.gradient)
 
 

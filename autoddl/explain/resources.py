@@ -4,14 +4,12 @@
 latency.  Every price of the cost model is a sum of terms, and each term is bound by one resource.  So the time of a layer divides
 exactly into one part per resource.  A resource that is twice as fast saves half of its part, if the strategies do not change.
 
-**Parts.**  The cost model counts FLOPs, bytes moved and kernel launches of local work separately.  The latency of a communication
-step is its time for 0 bytes; the rest of its time is bandwidth.
+**Parts.**  :class:`autoddl.costmodel.cluster.Cluster` gives the parts: ``local_times`` of local work, ``times`` of communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -81,7 +79,7 @@ class ResourceBook:
     def _layer_alone(self, layer: Layer, strategy: Strategy) -> np.ndarray:
         """The passes of a layer without the redistribution of its inputs."""
         workload, is_first = self.workload, not self.graph.inputs(layer.name)
-        work = layer_work(layer, strategy, self.cluster, workload, workload.micro_batch, is_first)
+        work = layer_work(layer, strategy, workload, workload.micro_batch, is_first)
         passes = np.stack([self._on_links(steps) for steps in (work.forward, work.backward, work.gradient)])
         for row, local in zip(passes, (work.forward_work, work.backward_work)):
             row[: len(LOCAL)] = self.cluster.local_times(local, workload.precision)
@@ -100,7 +98,7 @@ class ResourceBook:
         """The time of communication steps on each resource [s]."""
         seconds = np.zeros(len(self.names))
         for step in steps:
-            latency_s = self.cluster.time(replace(step, nbytes=0.0))
+            latency_s, transfer_s = self.cluster.times(step)
             position = len(LOCAL) + 2 * step.axis.level
-            seconds[position : position + 2] += (self.cluster.time(step) - latency_s, latency_s)
+            seconds[position : position + 2] += (transfer_s, latency_s)
         return seconds

@@ -98,7 +98,8 @@ class _LayerWriter:
         self.scene, self.layer, self.place = scene, layer, place
         self.strategy = scene.strategies[layer.name]
         self.layout: Layout = layout_of(layer, self.strategy)
-        self.work = scene.assessed[layer.name].work
+        self.assessed = scene.assessed[layer.name]
+        self.work = self.assessed.work
         self.attribute = f"self.{scene.names.of(place.label)}"
         self.recomputed_function = scene.names.of(f"compute {place.label}")
         self.own_names = {p.name for p in layer.parameters if p.tied_to is None}
@@ -286,8 +287,8 @@ class _LayerWriter:
         steps = list(self.steps) if call.num_steps == ALL_STEPS else [next(self.steps) for _ in range(call.num_steps)]
         parts = [self.scene.cost(steps)] if steps else []
         if call.computes:
-            forward, backward = format_seconds(self.work.forward_s), format_seconds(self.work.backward_s)
-            parts.append(f"compute: forward {forward}, backward {backward}")
+            forward, backward = self.assessed.forward_compute_s, self.assessed.backward_compute_s
+            parts.append(f"compute: forward {format_seconds(forward)}, backward {format_seconds(backward)}")
         if call.function == "mean_error":
             parts.append("all-reduces 4 B per rank")
         return "; ".join(parts)

@@ -81,11 +81,11 @@ def _bars_of_pass(layers: Sequence[LayerAssessment], cluster: Cluster, phase: st
         if phase == "gradient":
             bars += _step_bars(layer, cluster, phase, layer.work.gradient)
         elif phase == "backward":
-            bars += [_compute_bar(layer, phase, layer.work.backward_s)]
+            bars += [_compute_bar(layer, phase, layer.backward_compute_s)]
             bars += _step_bars(layer, cluster, phase, layer.backward_steps)
         else:
             bars += _step_bars(layer, cluster, phase, layer.forward_steps)
-            bars += [_compute_bar(layer, phase, layer.work.forward_s)]
+            bars += [_compute_bar(layer, phase, layer.forward_compute_s)]
     return [bar for bar in bars if bar.seconds > 0]
 
 

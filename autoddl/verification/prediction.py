@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.graph import Layer, LayerGraph
@@ -98,16 +97,15 @@ class Prediction:
     transfers: Sent
 
 
-def predict(fitted: FittedPlan, cluster: Cluster) -> Prediction:
+def predict(fitted: FittedPlan) -> Prediction:
     """Predict the traffic of a fitted plan.
 
     Args:
         fitted: The plan that the ranks execute.
-        cluster: Any cluster; steps and bytes do not depend on its speed.
     """
     graph, stages, schedule, workload = fitted.scaled.graph, fitted.stages, fitted.schedule, fitted.scaled.workload
-    sections = _sections(fitted, cluster)
-    between = stage_traffic(schedule, graph, stages, workload.micro_batch, cluster).between
+    sections = _sections(fitted)
+    between = stage_traffic(schedule, graph, stages, workload.micro_batch).between
     inside, gradients = [0.0] * len(stages), [0.0] * len(stages)
     workers = [RankSteps()] * schedule.num_workers
     transfers = sum(between, Sent())
@@ -136,10 +134,10 @@ def predict(fitted: FittedPlan, cluster: Cluster) -> Prediction:
     return Prediction(sections, tuple(inside), tuple(gradients), between_bytes, tuple(workers), transfers)
 
 
-def _sections(fitted: FittedPlan, cluster: Cluster) -> dict[tuple[str, str], RankSteps]:
+def _sections(fitted: FittedPlan) -> dict[tuple[str, str], RankSteps]:
     """Return `Prediction.sections`."""
     graph, schedule, strategies = fitted.scaled.graph, fitted.schedule, fitted.scaled.strategies
-    priced = layer_steps(schedule, graph, fitted.stages, fitted.scaled.workload.micro_batch, cluster)
+    priced = layer_steps(schedule, graph, fitted.stages, fitted.scaled.workload.micro_batch)
     return {
         (name, phase): RankSteps(_without_idle(steps), unpriced_steps(graph[name], strategies[name], phase))
         for (name, phase), steps in priced.items()

@@ -96,7 +96,7 @@ def verify(
     # Fit the plan to the ranks, and predict what they send.
     built_in, function = _built_in_or_function(plan, model)
     fitted = fit_plan(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in)
-    prediction = predict(fitted, plan.cluster)
+    prediction = predict(fitted)
     # Bytes are counted in a network namespace of the ranks' own.
     not_counted_because = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
     show_progress = progress or (lambda text: None)

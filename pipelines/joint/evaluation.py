@@ -84,8 +84,10 @@ class StageFigures:
     @property
     def compute_s(self) -> float:
         """Compute seconds of one micro-batch, including recomputation."""
-        works = [layer.work for layer in self.assessment.layers]
-        return sum(self.forward_passes * work.forward_s + self.backward_passes * work.backward_s for work in works)
+        return sum(
+            self.forward_passes * layer.forward_compute_s + self.backward_passes * layer.backward_compute_s
+            for layer in self.assessment.layers
+        )
 
     @property
     def busy_s(self) -> float:
@@ -461,8 +463,8 @@ def _figures(
 ) -> StageFigures:
     layers, workload, choice = assessment.layers, configuration.workload, configuration.stages[number]
     passes = configuration.schedule.backward_passes(number)
-    forward = sum(layer.work.forward_s + layer.forward_communication_s for layer in layers)
-    backward = sum(layer.work.backward_s + layer.backward_communication_s for layer in layers)
+    forward = sum(layer.forward_compute_s + layer.forward_communication_s for layer in layers)
+    backward = sum(layer.backward_compute_s + layer.backward_communication_s for layer in layers)
     state = sum(layer.work.state_bytes for layer in layers)
     entry = graph.entry
     input_bytes = 0.0 if entry is None else workload.micro_batch * entry.output_elements * workload.itemsize

@@ -78,15 +78,17 @@ def profile_of(chain: Chain, cluster: Cluster, workload: Workload) -> Profile:
     rows = []
     for unit in range(chain.num_units):
         layers = chain.layers(unit, unit + 1)
-        works = [
-            layer_work(layer, strategy, device, one_sample, 1.0, not chain.graph.inputs(layer.name)) for layer in layers
-        ]
+        works = [layer_work(layer, strategy, one_sample, 1.0, not chain.graph.inputs(layer.name)) for layer in layers]
+        forward_s, backward_s = (
+            sum(device.local_time(local, one_sample.precision) for local in locals_)
+            for locals_ in ([work.forward_work for work in works], [work.backward_work for work in works])
+        )
         state_bytes = sum(work.state_bytes for work in works)
         rows.append(
             ProfiledLayer(
                 name=layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name}",
-                forward_s=sum(work.forward_s for work in works),
-                backward_s=sum(work.backward_s for work in works),
+                forward_s=forward_s,
+                backward_s=backward_s,
                 activation_bytes=layers[-1].output_elements * one_sample.itemsize,
                 parameter_bytes=state_bytes * one_sample.itemsize / one_sample.bytes_per_parameter,
                 stored_bytes=sum(work.kept_bytes for work in works),

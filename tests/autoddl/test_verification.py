@@ -104,7 +104,7 @@ def test_models_are_made_small_with_their_strategies(name, level_sizes):
     loaded = unpipelined_plan(plan.graph, plan.cluster, plan.workload, plan.strategies)
     fitted = fit_plan(loaded, num_ranks, limits, recognise(plan.graph))
     assert (fitted.scaled.graph, fitted.scaled.strategies) == (scaled.graph, scaled.strategies)
-    assert predict(fitted, plan.cluster).workers[0].priced
+    assert predict(fitted).workers[0].priced
 
 
 def test_what_is_small_stays_as_it_is():

@@ -10,6 +10,7 @@ from math import prod
 
 import pytest
 
+from autoddl.costmodel.affine import VARIABLE, parts_of
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
@@ -32,8 +33,13 @@ def work(layer: Layer, *splits: tuple[int, int, int], samples: float = 8, first:
     """The layer's work with ``samples`` samples over the devices that the splits are for."""
     summa = options.pop("summa", False)
     workload = Workload(8, 8, options.pop("precision", "float32"), **options)
-    cluster = cluster_of(*(prod(split) for split in splits))
-    return layer_work(layer, Strategy(splits, summa), cluster, workload, samples, first)
+    return layer_work(layer, Strategy(splits, summa), workload, samples, first)
+
+
+def compute_s(done: LayerWork, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of local work in single precision, forward and backward."""
+    forward, backward = (cluster.local_time(part, "float32") for part in (done.forward_work, done.backward_work))
+    return forward, backward
 
 
 def brief(steps: tuple[Step, ...]) -> list[tuple[str, int, float]]:
@@ -74,8 +80,8 @@ def test_first_layer_gathers_no_input():
     assert brief(done.forward) == [("reduce-scatter", 2, 256)]
     assert brief(done.backward) == [("all-gather", 2, 256)]
     # One of the two products of the backward pass is not needed.
-    assert done.backward_s == pytest.approx(usual.backward_s / 2)
-    assert done.forward_s == usual.forward_s
+    assert 2 * done.backward_work == usual.backward_work
+    assert done.forward_work == usual.forward_work
 
 
 def test_data_parallel_sends_only_gradients():
@@ -102,8 +108,9 @@ def test_compute_of_a_product():
     done = work(linear("fc", 16, 64, 32, epilogue=("gelu",)), (2, 2, 2))
     product = cluster.matmul_time(128 / 2, 64 / 2, 32 / 2, "float32", 4)
     output = 128 * 32 * 4 / 8
-    assert done.forward_s == pytest.approx(product + cluster.elementwise_time(2 * output))
-    assert done.backward_s == pytest.approx(2 * product + cluster.elementwise_time(3 * output))
+    forward_s, backward_s = compute_s(done, cluster)
+    assert forward_s == pytest.approx(product + cluster.elementwise_time(2 * output))
+    assert backward_s == pytest.approx(2 * product + cluster.elementwise_time(3 * output))
 
 
 # ------------------------------------------------------------------------------------------------------------- two levels
@@ -249,7 +256,7 @@ def test_other_layers_communicate_only_gradients(layer, split):
 def test_convolution_is_a_product_of_pixels_and_taps():
     cluster = cluster_of(8)
     done = work(conv2d("c", (4, 8, 8), 16, kernel_size=3, padding=1), (8, 1, 1))
-    assert done.forward_s == pytest.approx(cluster.matmul_time(8 * 64 / 8, 4 * 9, 16, "float32", 4))
+    assert compute_s(done, cluster)[0] == pytest.approx(cluster.matmul_time(8 * 64 / 8, 4 * 9, 16, "float32", 4))
 
 
 def test_attention_computes_two_products_per_head():
@@ -257,7 +264,7 @@ def test_attention_computes_two_products_per_head():
     cluster = cluster_of(8)
     done = work(attention("t", 16, 8, 4, causal=True), (2, 4, 1))
     product = cluster.matmul_time(16, 4, 16, "float32", 4, count=8)
-    assert done.forward_s == pytest.approx(2 * product + cluster.elementwise_time(3 * 8 * 16 * 16 * 4))
+    assert compute_s(done, cluster)[0] == pytest.approx(2 * product + cluster.elementwise_time(3 * 8 * 16 * 16 * 4))
 
 
 def test_summa_has_the_volume_of_two_operands_per_product():
@@ -315,8 +322,9 @@ def test_recomputation_keeps_the_evenly_split_input_and_repeats_the_rest():
     assert again.kept_bytes == 128 * 64 * 4 / 8
     assert again.buffer_bytes == plain.buffer_bytes + plain.kept_bytes
     assert again.backward == (*plain.forward, *plain.backward)
-    assert again.backward_s == pytest.approx(plain.forward_s + plain.backward_s)
-    assert (again.forward, again.forward_s, again.gradient) == (plain.forward, plain.forward_s, plain.gradient)
+    assert again.backward_work == plain.backward_work + plain.forward_work
+    unchanged = (plain.forward, plain.forward_work, plain.gradient)
+    assert (again.forward, again.forward_work, again.gradient) == unchanged
     # No later operation keeps the product: only its input is gathered again.
     bare = work(linear("fc", 16, 64, 32), (2, 2, 2), recompute=True)
     assert brief(bare.backward)[0] == ("all-gather", 2, 8192)
@@ -347,18 +355,23 @@ def test_everything_is_affine_in_the_samples(layer, recompute, first):
     cluster = cluster_of(2, 4)
     for strategy in enumerate_strategies(layer, (2, 4), summa=True):
         workload = Workload(64, 64, "float32", "adam", recompute)
-        at = {b: layer_work(layer, strategy, cluster, workload, b, first) for b in (0, 8, 64)}
+        at = {b: layer_work(layer, strategy, workload, b, first) for b in (0, 8, 64)}
 
         def figures(done: LayerWork) -> list[float]:
             steps = [sum(cluster.time(step) for step in part) for part in (done.forward, done.backward, done.gradient)]
-            return [*steps, done.forward_s, done.backward_s, done.state_bytes, done.kept_bytes, done.buffer_bytes]
+            return [*steps, *compute_s(done, cluster), done.state_bytes, done.kept_bytes, done.buffer_bytes]
 
         zero, few, many = figures(at[0]), figures(at[8]), figures(at[64])
         assert [z + 8 * (f - z) for z, f in zip(zero, few)] == pytest.approx(many, rel=1e-9)
         assert all(0 <= z <= f <= m for z, f, m in zip(zero, few, many))
         assert at[0].kept_bytes == 0
+        # The coefficients are those of the two figures.
+        affine = layer_work(layer, strategy, workload, VARIABLE, first)
+        fixed, slopes = zip(*map(parts_of, figures(affine)))
+        assert fixed == pytest.approx(zero, rel=1e-12)
+        assert [z + 64 * slope for z, slope in zip(fixed, slopes)] == pytest.approx(many, rel=1e-12)
         if recompute:
-            kept = layer_work(layer, strategy, cluster, Workload(64, 64), 64, first)
+            kept = layer_work(layer, strategy, Workload(64, 64), 64, first)
             assert at[64].kept_bytes <= kept.kept_bytes
             assert all(a <= b for a, b in zip(figures(kept)[:5], many[:5]))
 

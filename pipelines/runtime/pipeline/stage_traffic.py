@@ -13,10 +13,9 @@ number, is not counted: it has no price.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
-from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
@@ -78,7 +77,7 @@ class StageTraffic:
 
 
 def stage_traffic(
-    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int, cluster: Cluster
+    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int
 ) -> StageTraffic:
     """Predict the traffic of one run of a schedule.
 
@@ -87,7 +86,6 @@ def stage_traffic(
         graph: Layer graph of the model.
         stages: Plans of the stages.
         micro_batch_rows: Samples in a micro-batch.
-        cluster: Any cluster; the steps do not depend on its speed.
 
     Raises:
         UserError: The stages do not fit the graph.
@@ -95,7 +93,7 @@ def stage_traffic(
     layouts = stage_layouts(graph, stages)
     per_micro_batch = slots_per_micro_batch(schedule)
     rows = micro_batch_rows // per_micro_batch
-    steps = layer_steps(schedule, graph, stages, micro_batch_rows, cluster)
+    steps = layer_steps(schedule, graph, stages, micro_batch_rows)
     num_passes = [passes(schedule, stage) for stage in range(schedule.num_stages)]
     inside, gradients, between = [], [], []
     for number in range(len(stages)):
@@ -148,7 +146,7 @@ def passes(schedule: Schedule, stage: int, worker: int | None = None) -> tuple[f
 
 
 def layer_steps(
-    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int, cluster: Cluster
+    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int
 ) -> dict[tuple[str, str], tuple[Step, ...]]:
     """Return the communication steps of each layer and phase, in which each rank of the layer's stage takes part.
 
@@ -160,14 +158,13 @@ def layer_steps(
         of each layer summed separately; see `gradient_sums` for the pipeline, which sums those of several layers together.
     """
     rows = micro_batch_rows // slots_per_micro_batch(schedule)
-    cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
     steps: dict[tuple[str, str], tuple[Step, ...]] = {}
     for number, plan in enumerate(stages):
         workload = Workload(rows, rows, "float32", "sgd", recompute=plan.recompute)
         strategies = strategies_of(graph, stages, number)
         for layer in plan.layers(graph):
             strategy, producers = strategies[layer.name], graph.inputs(layer.name)
-            work = layer_work(layer, strategy, cluster, workload, rows, not producers)
+            work = layer_work(layer, strategy, workload, rows, not producers)
             moves = [
                 step
                 for name in producers

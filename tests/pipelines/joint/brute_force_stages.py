@@ -200,7 +200,7 @@ class Stages:
         """The costs of one layer, all-reduces over replicas included (formula: :mod:`autoddl.pipelines.joint.boundary`)."""
         layer, devices = self.layer(name, is_copy), self.devices(home.shape)
         workload = self.workload(home.micro_batch, by_layers)
-        work = layer_work(layer, strategy, devices, workload, home.micro_batch, name not in self.fed)
+        work = layer_work(layer, strategy, workload, home.micro_batch, name not in self.fed)
         gradients = work.state_bytes * workload.itemsize / workload.bytes_per_parameter
         if home.replicas == 1 or not gradients:
             all_reduce = sum(map(devices.time, work.gradient))
@@ -213,8 +213,8 @@ class Stages:
                 part /= axis.size
             link = self.job.cluster.links[home.level]
             all_reduce += link.time(Step(Collective.ALL_REDUCE, Axis(home.replicas, 1), part))
-        forward = work.forward_s + sum(map(devices.time, work.forward))
-        backward = work.backward_s + sum(map(devices.time, work.backward))
+        forward = devices.local_time(work.forward_work, workload.precision) + sum(map(devices.time, work.forward))
+        backward = devices.local_time(work.backward_work, workload.precision) + sum(map(devices.time, work.backward))
         shared = gradients if name in self.tie else 0.0
         return np.array(
             [forward, backward, all_reduce, shared, work.state_bytes, work.kept_bytes, work.buffer_bytes], dtype=float

@@ -244,14 +244,14 @@ def test_a_split_backward_pass_is_priced_as_ranks_send_it():
         for choice in configuration.stages:
             chosen = {layer: one for layer, one in choice.strategies.items() if layer != ENTRY}
             plans.append(StagePlan(chosen, False, choice.strategies.get(ENTRY)))
-        traffic = stage_traffic(found.schedule, UNTIED, plans, 2, MACHINE)
+        traffic = stage_traffic(found.schedule, UNTIED, plans, 2)
         for number, (stage, sent) in enumerate(zip(found.stages, traffic.inside)):
             layers, passes = stage.assessment.layers, 2 if name == "zero-bubble" and number else 1
             forward = sum(step.sent_bytes for layer in layers for step in layer.forward_steps)
             backward = sum(step.sent_bytes for layer in layers for step in layer.backward_steps)
             assert backward > 0 and stage.backward_passes == passes
             assert sent.num_bytes == pytest.approx(4 * mesh.num_devices * (forward + passes * backward))
-            once = sum(layer.work.backward_s + layer.backward_communication_s for layer in layers)
+            once = sum(layer.backward_compute_s + layer.backward_communication_s for layer in layers)
             assert stage.backward_s == pytest.approx(passes * once)
             inputs = once if passes == 2 or name == "1f1b" else 0.0
             assert stage.backward_input_s == pytest.approx(inputs)
