@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.layerwork import layer_work
+from autoddl.costmodel.localwork import LocalWork
 from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.search.options import USABLE_MEMORY, base_workload
 
@@ -76,6 +80,20 @@ class PlanningJob:
         """The objective and the offered strategies."""
         base = self.options.base
         return Pricing(base.objective, base.untied, base.summa)
+
+    @cached_property
+    def arithmetic_s(self) -> float:
+        """Seconds of the arithmetic of a step, forward and backward, on all devices at full speed: a lower bound on every step.
+
+        It has the FLOPs that the cost model prices.  These may be fewer than a layer graph states: layers of unknown kinds
+        are priced by memory traffic alone.
+        """
+        one_device, workload = data_parallel((1,)), replace(self.workload, recompute=False)
+        total = LocalWork()
+        for layer in self.graph.layers:
+            work = layer_work(layer, one_device, workload, workload.batch, not self.graph.inputs(layer.name))
+            total += work.forward_work + work.backward_work
+        return float(self.cluster.local_times(total, workload.precision)[0] / self.cluster.num_devices)
 
     def explorer(self, make_stages: MakeStages = StageSearch, share_with: Explorer | None = None) -> Explorer:
         """Make an explorer of this job.

@@ -252,12 +252,9 @@ class _Trials:
         return self.best is not before
 
     def _ideal_s(self, layout: _Layout, micro_batch: int) -> float:
-        """The step if only compute and the bubble took time: three times the forward FLOPs at full speed, times (N + D - 1) / N for
-        N micro-batches."""
-        job, count = self.job, self.job.workload.batch // micro_batch
-        device = job.cluster.device
-        speed = job.cluster.num_devices * device.peak_flops[job.workload.precision] * device.efficiency
-        return 3 * job.graph.flops * job.workload.batch / speed * (1 + (layout.num_stages - 1) / count)
+        """The step if only arithmetic and the bubble took time: the arithmetic, times (N + D - 1) / N for N micro-batches."""
+        count = self.job.workload.batch // micro_batch
+        return self.job.arithmetic_s * (1 + (layout.num_stages - 1) / count)
 
     def _configuration(self, layout: _Layout, micro_batch: int, recompute: str) -> Configuration:
         job, sizes = self.job, layout.mesh.devices(self.job.cluster).level_sizes

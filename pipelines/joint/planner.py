@@ -315,10 +315,5 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
 
 
 def _ideal_s(job: PlanningJob) -> float:
-    """Lower bound on every step: the FLOPs of the forward pass, and as many backward, at the full speed of all devices.  0 if the
-    objective is communication alone."""
-    if job.options.base.objective != "step":
-        return 0.0
-    device = job.cluster.device
-    speed = job.cluster.num_devices * device.peak_flops[job.workload.precision] * device.efficiency
-    return 2 * job.graph.flops * job.workload.batch / speed
+    """Lower bound on every cost: the arithmetic; 0 if the objective is communication alone."""
+    return job.arithmetic_s if job.options.base.objective == "step" else 0.0

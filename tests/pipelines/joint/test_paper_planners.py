@@ -11,6 +11,7 @@ from autoddl.pipelines.planners import Clock
 from autoddl.search.planner import Options
 from autoddl.text.plans import plan_text
 from autoddl.zoo import Transformer, gpt, resolve_model
+from autoddl.zoo.layers import GraphBuilder, opaque
 
 GPT = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
 MACHINE = load_cluster("gcp-a100").resized(1, 4).with_links(latency_s=2e-6, bandwidth=1e8)
@@ -36,6 +37,17 @@ def test_papers_plans_are_those_of_their_planners():
     assert rows["Chimera"].paper_step_s == pytest.approx(found.evaluation.step_s)
     assert rows["Chimera"].step_s <= found.evaluation.step_s
     assert rows["WPipe"].infeasible == "asynchronous; offered with allow_stale=True"
+
+
+def test_the_bound_has_only_flops_that_are_priced():
+    """An opaque layer is priced by its memory traffic, whatever FLOPs its layer graph states."""
+    layers = [opaque(f"o{i}", (64, 32), (64, 32), flops=1e18) for i in range(4)]
+    builder = GraphBuilder("opaque", "row")
+    last = None
+    for layer in layers:
+        last = builder.add(layer, *(() if last is None else (last,)))
+    found = plan_jointly(builder.build(), MACHINE, JointOptions(Options(batch=16), "dapple"))
+    assert 0 <= found.lower_bound_s < found.evaluation.step_s and not found.optimal
 
 
 @pytest.mark.slow
