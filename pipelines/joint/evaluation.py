@@ -38,7 +38,14 @@ from ..schedule import Schedule
 from ..simulator import simulate
 from ..timeline import Timeline, steady_state
 from ..times import Times
-from .boundary import Boundary, boundary_of, own_gradient_bytes, replicated_all_reduce_s, shared_steps
+from .boundary import (
+    Boundary,
+    boundary_of,
+    own_gradient_bytes,
+    replicated_all_reduce_s,
+    replicated_all_reduce_steps,
+    shared_steps,
+)
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .meshes import Meshes, StageMesh
 from .partition import ENTRY, Chain, StageGraph
@@ -284,16 +291,18 @@ class Evaluation:
             further_passes = count * (figures.backward_passes - 1)
             for layer in figures.assessment.layers:
                 # ``layer.sent_bytes`` is for all micro-batches of the step: this worker computes a share of them.
-                gradient = sum(step.sent_bytes for step in layer.work.gradient)
-                total += share * (layer.sent_bytes - gradient) + gradient
+                alone = sum(step.sent_bytes for step in layer.work.gradient)
+                total += share * (layer.sent_bytes - alone)
+                if replicas == 1:
+                    total += alone
+                else:
+                    nbytes = own_gradient_bytes(layer, workload)
+                    between, inside = replicated_all_reduce_steps(layer.layer, layer.strategy, replicas, nbytes)
+                    total += sum(step.sent_bytes for step in (*between, *inside))
                 if figures.recompute_s:
                     total += count * sum(step.sent_bytes for step in layer.forward_steps)
                 if further_passes:
                     total += further_passes * sum(step.sent_bytes for step in layer.backward_steps)
-                if replicas > 1:
-                    # All-reduce between the workers that hold the stage.
-                    shard = own_gradient_bytes(layer, workload) / layer.strategy.p0
-                    total += 2 * (replicas - 1) / replicas * shard
             # The output of a stage and the gradient of its input.
             for boundary in (stage - 1, stage):
                 if 0 <= boundary < len(self.boundaries):

@@ -10,6 +10,7 @@ import pytest
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint import (
@@ -28,7 +29,7 @@ from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.search.fronts import least
 from autoddl.search.planner import Options, make_plan
-from autoddl.zoo import Transformer, gpt
+from autoddl.zoo import Transformer, gpt, mlp
 
 GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
 UNTIED = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
@@ -191,6 +192,31 @@ def test_shared_weights_and_replicas_are_reduced():
     assert [found.micro_batches_of(0, s, p) for p, s in found.schedule.stages_on(0)] == [2, 2]
 
 
+def test_replicas_send_all_of_the_gradients_that_summa_leaves_on_a_device():
+    """Summa splits weights over both axes, so nothing is reduced inside a worker: a device all-reduces all of its gradients."""
+    spec = PipelineSchedule("chimera", 2, 2, (("concatenation", "direct"), ("num_pipelines", 2)), num_pipelines=2)
+    graph, machine = mlp([16, 16, 16]), MACHINE.resized(1, 8)
+    summa = Strategy(((2, 2, 1),), summa=True)
+    chain, configuration = uniform(graph, StageMesh(1, 4), spec, 4, 8, (1, 1), "none", summa)
+    last = replace(configuration.stages[1], strategies={"fc2": summa, ENTRY: Strategy(summa.splits)})
+    configuration = replace(configuration, stages=(configuration.stages[0], last))
+    found = evaluate(chain, machine, configuration)
+    once = [sum(step.sent_bytes for step in (*one.forward_steps, *one.backward_steps)) for one in found.layers]
+    # Both replicas of both stages: 2 micro-batches, the boundary of 4 x 16 elements of 2 bytes in both directions.
+    passes, transfers = sum(once), 2 * 4 * 16 * 2 / 4
+    gradients = sum(2 * (2 - 1) / 2 * one.work.state_bytes * 2 / 16 for one in found.layers)
+    assert found.sent_bytes == pytest.approx(passes + transfers + gradients)
+
+
+def test_transfers_do_not_use_the_terms_of_collectives():
+    spec, split = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),)), Strategy(((1, 2, 1),))
+    chain, configuration = uniform(UNTIED, StageMesh(1, 2), spec, 2, 8, (2, 2), "none", split)
+    slow = {collective: (1.0, 1.0) for collective in Collective}
+    links = (replace(MACHINE.links[0], collectives=slow), replace(MACHINE.links[1], collectives=slow))
+    ours, slower = (evaluate(chain, machine, configuration) for machine in (MACHINE, replace(MACHINE, links=links)))
+    assert slower.boundaries == ours.boundaries and slower.step_s > ours.step_s
+
+
 def _with(machine, pair):
     chain, configuration = pair
     return chain, machine, configuration
@@ -289,8 +315,8 @@ def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, ne
     for row in range(0, len(rows), max(1, len(rows) // 20)):
         said, strategies = rows.strategies(row)
         layers = assess(stage.graph, devices, workload, strategies).layers[int(stage.has_entry) :]
-        forward = sum(one.work.forward_s + one.forward_communication_s for one in layers)
-        backward = sum(one.work.backward_s + one.backward_communication_s for one in layers)
+        forward = sum(one.forward_compute_s + one.forward_communication_s for one in layers)
+        backward = sum(one.backward_compute_s + one.backward_communication_s for one in layers)
         gradient = sum(one.gradient_communication_s for one in layers)
         again = forward if way == "stage" else 0.0
         assert said == way and rows.times[row] == pytest.approx([forward, backward, again, gradient])
