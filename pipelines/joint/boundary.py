@@ -3,7 +3,7 @@ workers hold.
 
 **Transfers.**  A tensor crosses a boundary in the messages that bring it from the sender's layout to the receiver's
 (:mod:`autoddl.costmodel.crossing`); both workers may have different numbers of devices.  With the latency alpha and the inverse
-bandwidth beta of a network level (inside or between nodes),
+bandwidth beta of messages on a network level (inside or between nodes; :meth:`autoddl.costmodel.cluster.Link.message_time`),
 
     transfer = max over ranks, levels and {send, receive} of  [ alpha * messages of the rank + beta * bytes of the rank ]
 
@@ -63,14 +63,9 @@ class BoundaryLoad(NamedTuple):
     messages: float
     nbytes: float
 
-    def seconds(self, links: Sequence[tuple[float, float]]) -> float:
-        """The time of the messages.
-
-        Args:
-            links: (latency [s], bandwidth [bytes/s]) between nodes, and inside nodes.
-        """
-        latency, bandwidth = links[self.is_inside]
-        return latency * self.messages + self.nbytes / bandwidth
+    def seconds(self, links: tuple[Link, Link]) -> float:
+        """The time of the messages; ``links`` are those between nodes and inside nodes."""
+        return links[self.is_inside].message_time(self.messages, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -199,11 +194,9 @@ def boundary_of(
     samples, features = edge_shape(exit_layer, workload.micro_batch)
     nbytes = workload.micro_batch * exit_layer.output_elements * workload.itemsize
     tensor = (samples, features, nbytes / (samples * features))
-    inter, intra = cluster.links
-    links = (inter.latency_s, inter.bandwidth), (intra.latency_s, intra.bandwidth)
-    forward = _slowest_load(ends[0], ends[1], links, share_nodes, source, target, tensor)
-    backward = _slowest_load(ends[1], ends[0], links, share_nodes, target, source, tensor)
-    return Boundary(forward.seconds(links), backward.seconds(links), nbytes, forward, backward)
+    forward = _slowest_load(ends[0], ends[1], cluster.links, share_nodes, source, target, tensor)
+    backward = _slowest_load(ends[1], ends[0], cluster.links, share_nodes, target, source, tensor)
+    return Boundary(forward.seconds(cluster.links), backward.seconds(cluster.links), nbytes, forward, backward)
 
 
 def least_crossing_s(
@@ -231,7 +224,7 @@ def least_crossing_s(
 def _slowest_load(
     sender: StageMesh,
     receiver: StageMesh,
-    links: tuple[tuple[float, float], tuple[float, float]],
+    links: tuple[Link, Link],
     share_nodes: bool,
     source: Layout,
     target: Layout,
@@ -240,7 +233,7 @@ def _slowest_load(
     """The load of a rank that takes longest when one micro-batch is sent from one worker to another (formula: module's docstring).
 
     Args:
-        links: (latency [s], bandwidth [bytes/s]) between and inside nodes.
+        links: Links between nodes, and inside nodes.
         tensor: Number of samples, number of features, bytes per element.
     """
     samples, features, itemsize = tensor

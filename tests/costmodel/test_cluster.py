@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from importlib import resources
 from math import inf, nan
 
 import pytest
 
-from autoddl.costmodel.cluster import Cluster, from_document, load_cluster, preset_names
+from autoddl.costmodel.cluster import Cluster, Link, from_document, load_cluster, preset_names
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
@@ -100,6 +101,29 @@ def test_levels(nodes, devices, levels):
         step = Step(Collective.ALL_GATHER, Axis(2, 1, index), 2e9)
         link = cluster.links[0 if level.name == "inter-node" else 1]
         assert cluster.time(step) == link.latency_s + 1e9 / link.bandwidth
+
+
+def test_a_time_is_its_latency_and_its_transfer():
+    """3 of 4 parts of 4 MB; the transfer is proportional to the bytes, with a copy term as without."""
+    ring = Link(1e-6, 1e9)
+    step = Step(Collective.ALL_GATHER, Axis(4, 1), 4e6)
+    assert ring.times(step) == pytest.approx((3e-6, 3e-3))
+    copying = Link(1e-6, 1e9, {Collective.ALL_GATHER: (2e-6, 5e8)}, {}, {Collective.ALL_GATHER: 1e-10})
+    assert copying.times(step) == pytest.approx((6e-6, 6e-3 + 4e-4))
+    grouped = Link(1e-6, 1e9, {}, {(Collective.ALL_GATHER, 4): (5e-6, 1e8)}, {Collective.ALL_GATHER: 1e-10})
+    assert grouped.times(step) == pytest.approx((15e-6, 30e-3))
+    for link in (ring, copying, grouped):
+        latency_s, transfer_s = link.times(step)
+        assert link.time(step) == latency_s + transfer_s
+        assert link.times(replace(step, nbytes=1.0)) == pytest.approx((latency_s, transfer_s / 4e6))
+
+
+def test_messages_do_not_use_the_terms_of_collectives():
+    """The link's own terms are those of point-to-point transfers, if these were calibrated."""
+    own = {collective: (1.0, 1.0) for collective in Collective}
+    groups = {(collective, 2): (1.0, 1.0) for collective in Collective}
+    link = Link(1e-6, 1e9, own, groups, dict.fromkeys(Collective, 1.0))
+    assert link.message_time(3, 2e6) == pytest.approx(3e-6 + 2e-3)
 
 
 def test_products_by_hand():
