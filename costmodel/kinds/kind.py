@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STATISTIC_BYTES", "Body", "LayerKind", "LayerQuantities", "Number", "Splitting", "States"]
 
-#: A float or an array of floats; the formulas of all kinds accept both.
+#: A float, an array of floats, or an :class:`autoddl.costmodel.affine.Affine` of them; the formulas of all kinds accept all three.
 Number = Any
 
 #: Bytes of a statistic (norms and losses accumulate in float32).
@@ -43,7 +43,8 @@ class Splitting(Enum):
 class LayerQuantities:
     """The quantities from which the work of a layer is computed, per device and micro-batch.
 
-    All are numbers, or arrays of shape (strategies,).
+    All are numbers, or arrays of shape (strategies,).  Those that grow with the samples are affine functions if ``samples`` is
+    :data:`autoddl.costmodel.affine.VARIABLE`.
 
     Args:
         layer, strategy, workload: the layer and its strategy, or a group of strategies, in a workload.
@@ -179,4 +180,7 @@ class LayerKind(ABC):
         Args:
             frame: the layer, its strategy and the quantities derived from them.
             is_first: whether the layer reads the data itself; then it gathers no input and computes no gradient for it.
+
+        Counts have to be affine in the samples: sums of the frame's quantities, and their multiples by numbers that do not
+        depend on the samples.
         """
