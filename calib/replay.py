@@ -22,6 +22,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import ExchangeStep
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.load import load_oneflow
@@ -273,7 +274,7 @@ def skeleton(graph: LayerGraph, seed: int) -> Any:
     rng = np.random.default_rng(seed)
     root = flow.nn.Module()
     for layer in graph.layers:
-        if layer.kind == "opaque":
+        if kind_of(layer.kind).is_opaque:
             raise UserError(f"{layer.describe()}: its code is not part of the graph, so the model cannot run")
         for path in layer.modules or (layer.name,):
             owner = _at(root, path, _convolution(layer) if layer.kind == "conv2d" else None)
@@ -325,14 +326,14 @@ def random_batch(graph: LayerGraph, samples: int, seed: int) -> tuple[np.ndarray
     rng = np.random.default_rng(seed)
     first, last = graph.layers[0], graph.layers[-1]
     inputs: np.ndarray
-    if first.kind == "embedding":
+    if kind_of(first.kind).is_lookup:
         inputs = rng.integers(0, first.attributes["vocabulary"], (samples, first.rows))
     else:
         inputs = rng.standard_normal((samples, *first.input_shape), dtype=np.float32)
-    if last.kind == "loss":
+    if kind_of(last.kind).is_loss:
         shape = (samples, last.rows) if last.rows > 1 else (samples,)
         return inputs, rng.integers(0, last.attributes["vocabulary"], shape)
-    if any(operation.endswith("_loss") for operation in last.epilogue):
+    if last.is_loss:
         return inputs, rng.standard_normal((samples, *last.output_shape), dtype=np.float32)
     raise UserError(f"{graph.name}: its last layer, {last.describe()}, should be a loss")
 

@@ -89,6 +89,16 @@ class LayerGraph:
         return self._inputs[name]
 
     @property
+    def has_loss(self) -> bool:
+        """Whether the last layer computes a loss, which reads targets."""
+        return self.layers[-1].is_loss
+
+    @property
+    def data_readers(self) -> tuple[Layer, ...]:
+        """The layers that read an input of the model, in topological order."""
+        return tuple(layer for layer in self.layers if not self.inputs(layer.name) and kind_of(layer.kind).reads_data)
+
+    @property
     def num_parameters(self) -> int:
         """Number of trained elements of the model; shared weights count once."""
         return sum(layer.num_parameters for layer in self.layers)

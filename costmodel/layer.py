@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from .kinds.epilogue import LOSSES
 from .kinds.registry import kind_of
 
 __all__ = ["Layer", "Parameter"]
@@ -102,6 +103,11 @@ class Layer:
     def input_elements(self) -> int:
         """Elements of the input per sample."""
         return prod(self.input_shape)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the layer computes a loss: its kind is a loss, or its epilogue has an element-wise loss."""
+        return kind_of(self.kind).is_loss or not LOSSES.isdisjoint(self.epilogue)
 
     def signature(self) -> tuple[Any, ...]:
         """A key: layers with equal signatures have the same strategies at the same costs."""

@@ -66,18 +66,18 @@ def layer_work(
             :class:`autoddl.costmodel.affine.Affine`.
         is_first: whether the layer reads the data itself; then it gathers no input and computes no gradient for it.
     """
-    kind, frame = kind_of(layer.kind), LayerQuantities(layer, strategy, workload, samples)
-    body = kind.work(frame, is_first)
+    kind, quantities = kind_of(layer.kind), LayerQuantities(layer, strategy, workload, samples)
+    body = kind.work(quantities, is_first)
     forward, backward = body.forward, body.backward
     backward_work, kept, buffer = body.backward_work, body.kept_bytes, body.buffer_bytes
     if workload.recompute and kind.is_recomputed:
         forward_again = body.forward_steps_to_repeat if body.forward_steps_to_repeat is not None else forward
         backward = (*forward_again, *backward)
         backward_work = backward_work + body.forward_work
-        evenly_split = frame.input_bytes * (body.kept_bytes > 0)
+        evenly_split = quantities.input_bytes * (body.kept_bytes > 0)
         buffer = body.buffer_bytes + body.kept_bytes
         kept = evenly_split
-    own = layer.num_parameters / frame.parameter_parts
+    own = layer.num_parameters / quantities.parameter_parts
     gradient_axes = () if strategy.summa else strategy.axes(0, kind.is_lookup)
     gradient = all_reduce_steps(gradient_axes, own * workload.itemsize) if layer.num_parameters else ()
     return LayerWork(

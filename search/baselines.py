@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.strategy import Strategy, data_parallel, transposed
@@ -76,7 +77,7 @@ def megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...]) -> Baseline:
     alternating: dict[str, Strategy] = {}
     seen: dict[tuple[str, int], int] = {}
     for layer in graph.layers:
-        if layer.kind == "linear":
+        if kind_of(layer.kind).is_matmul:
             place = (layer.block, layer.block_index)
             alternating[layer.name] = (column, row)[seen.get(place, 0) % 2]
             seen[place] = seen.get(place, 0) + 1
@@ -96,7 +97,9 @@ def _summa(graph: LayerGraph, mesh: tuple[tuple[int, int], ...], everything: Str
         layer.name for layer in graph.layers if any(p.tied_to for p in layer.parameters)
     }
     # A weight shared with an embedding keeps the layout of the embedding.
-    matrices = {layer.name: on_mesh for layer in graph.layers if layer.kind == "linear" and layer.name not in tied}
+    matrices = {
+        layer.name: on_mesh for layer in graph.layers if kind_of(layer.kind).has_summa and layer.name not in tied
+    }
     return Baseline("summa", _text(mesh, ("r", "c")), _assign(graph, matrices, lambda layer: canonical, everything))
 
 
@@ -105,7 +108,7 @@ def _assign(
 ) -> dict[str, Strategy]:
     strategies: dict[str, Strategy] = {}
     for layer in graph.layers:
-        if layer.kind in ("conv2d", "opaque"):
+        if kind_of(layer.kind).splitting is Splitting.SAMPLES:
             strategies[layer.name] = everything
         else:
             strategies[layer.name] = matrices.get(layer.name) or otherwise(layer)
@@ -113,6 +116,7 @@ def _assign(
         for parameter in layer.parameters:
             if parameter.tied_to is not None:
                 partner = strategies[parameter.tied_to]
-                same_kind = graph[parameter.tied_to].kind == layer.kind
-                strategies[layer.name] = partner if same_kind else transposed(partner)
+                owner, own = kind_of(graph[parameter.tied_to].kind), kind_of(layer.kind)
+                # The table of a lookup is the transposed weight of a product.
+                strategies[layer.name] = partner if owner.is_lookup == own.is_lookup else transposed(partner)
     return strategies

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.pipelines.runtime.statements import LOSSES
+from autoddl.costmodel.kinds.registry import kind_of
 
 from ..zoo.builtin import BuiltIn, recognise
 from . import templates
@@ -119,16 +119,15 @@ def check_graph(graph: LayerGraph) -> None:
     """Check that a model can be written.
 
     Raises:
-        UserError: the model has no loss, or several layers without producers that are not embeddings.
+        UserError: the model has no loss, or several layers that read an input and are no lookups.
     """
     last = graph.layers[-1]
-    if last.kind != "loss" and not LOSSES & set(last.epilogue):
+    if not graph.has_loss:
         raise UserError(
             f"the plan's model ends in {last.describe()}, without a loss: form='oneflow' writes only models with a loss"
         )
-    readers = [layer for layer in graph.layers if not graph.inputs(layer.name) and layer.kind != "position"]
-    for number, layer in enumerate(readers):
-        if number and layer.kind != "embedding":
+    for layer in graph.data_readers[1:]:
+        if not kind_of(layer.kind).is_lookup:
             raise UserError(
                 f"{layer.describe()}: it is not clear which input it reads; form='oneflow' writes only models with one input"
             )

@@ -264,7 +264,7 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
     groups = [[layer.name for layer in section.layers] for section in sections]
     variables = _Variables(scene, groups, model.inputs, {layer.name: layer.name for layer in graph.layers})
     # Layers that read the model's input. Only the first of them gets it; further ones (token types) get zeros.
-    readers = [layer.name for layer in model.layers if not graph.inputs(layer.name) and layer.kind != "position"]
+    readers = [layer.name for layer in graph.data_readers if layer.name not in model.inputs]
     init: list[str] = []
     forward: list[str] = []
     for number, section in enumerate(sections):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from .annotated import annotated_graph
@@ -19,18 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["dot_text", "graphml_text"]
 
-#: Fill colours of layers in dot, by kind.
-_COLOURS = {
-    "linear": "#cfe3f5",
-    "embedding": "#d9ead3",
-    "position": "#d9ead3",
-    "attention": "#fce5cd",
-    "norm": "#eeeeee",
-    "add": "#ffffff",
-    "conv2d": "#cfe3f5",
-    "loss": "#f4cccc",
-    "opaque": "#ead1dc",
-}
 #: Characters that are not allowed in XML 1.0.
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -94,7 +83,7 @@ def _graph_statement(attributes: Mapping[str, Any], summary: str) -> str:
 
 
 def _node_statement(name: str, data: Mapping[str, Any]) -> str:
-    options = {"label": _node_label(name, data), "fillcolor": _COLOURS[data["kind"]], **data}
+    options = {"label": _node_label(name, data), "fillcolor": kind_of(data["kind"]).colour, **data}
     return f"{_quoted(name)} [{_options(options)}];"
 
 

@@ -15,6 +15,8 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer, Parameter
+from autoddl.costmodel.kinds.kind import Splitting
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
@@ -105,7 +107,7 @@ class _LayerWriter:
         self.own_names = {p.name for p in layer.parameters if p.tied_to is None}
         self.stored = parameter_layouts(scene.graph, layer, self.strategy)
         self.program = layer_program(
-            scene.graph, layer, self.strategy, scene.workload.recompute and layer.kind != "loss"
+            scene.graph, layer, self.strategy, scene.workload.recompute and kind_of(layer.kind).is_recomputed
         )
         self.names = self._weight_names()
         self.constants: dict[str, str] = {}
@@ -152,7 +154,7 @@ class _LayerWriter:
             sizes = f"{attributes['vocabulary']}, {attributes['features']}"
             return f"table_layouts({self._path_of(parameters[0])}, {sizes}, {layout})"
         shapes = ", ".join(f"{self._path_of(p)}: {value_text(p.shape)}" for p in parameters)
-        function = "whole_layouts" if layer.kind in ("conv2d", "opaque") else "feature_layouts"
+        function = "whole_layouts" if kind_of(layer.kind).splitting is Splitting.SAMPLES else "feature_layouts"
         return f"{function}({{{shapes}}}, {layout})"
 
     def _rows(self, parameters: Sequence[Parameter]) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.redistribution import steps as steps_of
@@ -36,7 +37,6 @@ from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, gradient_sums
 from .fitting import FittedPlan
 
 __all__ = [
-    "ELEMENTWISE_LOSSES",
     "PHASES",
     "Prediction",
     "RankSteps",
@@ -50,8 +50,6 @@ __all__ = [
 #: Phases of a layer, in the order of execution.
 PHASES = ("forward", "backward", "gradient")
 Steps = tuple[Step, ...]
-#: Losses that are the epilogue of a model's last layer.
-ELEMENTWISE_LOSSES = frozenset({"mse_loss", "l1_loss"})
 #: Bytes of one float32 element.
 _ITEMSIZE = 4
 
@@ -155,9 +153,9 @@ def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
 
     These are the all-reduce of the mean loss, which is a single number, and the gradients of the biases of a Summa layer.
     """
-    if phase == "forward" and layer.kind == "loss":
+    if phase == "forward" and kind_of(layer.kind).is_loss:
         return _without_idle([Step(Collective.ALL_REDUCE, axis, _ITEMSIZE) for axis in strategy.axes(0)])
-    if phase == "forward" and ELEMENTWISE_LOSSES & set(layer.epilogue):
+    if phase == "forward" and layer.is_loss:
         return _without_idle([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), _ITEMSIZE)])
     if phase == "gradient" and strategy.summa:
         biases = sum(p.num_elements for p in layer.parameters if len(p.shape) == 1)
@@ -171,7 +169,7 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samp
     The cost model leaves these steps out, since the use of the output is not part of the plan.
     """
     last = graph.layers[-1]
-    if last.kind == "loss" or ELEMENTWISE_LOSSES & set(last.epilogue):
+    if last.is_loss:
         return ()
     layout = strategies[last.name].activations
     gathered = Distribution(layout.axes, (Broadcast(),) * len(layout.axes))

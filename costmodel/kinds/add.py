@@ -16,11 +16,12 @@ class Add(LayerKind):
     """The element-wise sum of its inputs."""
 
     name = "add"
+    colour = "#ffffff"
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        after, after_backward = frame.epilogue()
-        work = elementwise(3 * frame.output_bytes)
-        return Body((), (), work + after, work + after_backward, kept_bytes=frame.kept_bytes)
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        after, after_backward = quantities.epilogue()
+        work = elementwise(3 * quantities.output_bytes)
+        return Body((), (), work + after, work + after_backward, kept_bytes=quantities.kept_bytes)
 
 
 def add(name: str, shape: tuple[int, ...]) -> Layer:

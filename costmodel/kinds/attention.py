@@ -19,7 +19,7 @@ from .kind import Body, LayerKind, LayerQuantities
 if TYPE_CHECKING:
     from ..strategy import Strategy
 
-__all__ = ["Attention", "attention"]
+__all__ = ["Attention", "attention", "head_sections"]
 
 
 class Attention(LayerKind):
@@ -28,25 +28,43 @@ class Attention(LayerKind):
     name = "attention"
     attributes = ("heads", "kv_heads", "head_dim", "causal")
     may_be_zero = frozenset({"causal"})
+    colour = "#fce5cd"
 
     def shape_text(self, layer: Layer) -> str:
         return f"{layer.attributes['heads']} heads of {layer.attributes['head_dim']}"
 
+    def input_groups(self, layer: Layer) -> tuple[int, tuple[int, ...]]:
+        return head_sections(layer)
+
+    def drops_elements(self, layer: Layer) -> bool:
+        # With dropout, the backward pass keeps more than the probabilities.
+        return layer.kept_elements > layer.attributes["heads"] * layer.rows**2
+
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
         return layer.attributes["kv_heads"] % (strategy.p1 * strategy.p2) == 0
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        attributes, length = frame.layer.attributes, frame.layer.rows
-        pairs = frame.samples * attributes["heads"] / frame.devices
-        scores = frame.matmul(length, attributes["head_dim"], length, count=pairs)
-        softmax = pairs * length * length * frame.itemsize
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        attributes, length = quantities.layer.attributes, quantities.layer.rows
+        pairs = quantities.samples * attributes["heads"] / quantities.devices
+        scores = quantities.matmul(length, attributes["head_dim"], length, count=pairs)
+        softmax = pairs * length * length * quantities.itemsize
         return Body(
             forward=(),
             backward=(),
             forward_work=2 * scores + elementwise(3 * softmax),
             backward_work=4 * scores + elementwise(3 * softmax),
-            kept_bytes=frame.input_bytes + frame.kept_bytes,
+            kept_bytes=quantities.input_bytes + quantities.kept_bytes,
         )
+
+
+def head_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
+    """Return (number of key-value heads, (features of q, of k, of v)) of an attention layer.
+
+    Each group of :meth:`LayerKind.input_groups` is a key-value head with its query heads.
+    """
+    attributes = layer.attributes
+    keys = attributes["kv_heads"] * attributes["head_dim"]
+    return attributes["kv_heads"], (attributes["heads"] * attributes["head_dim"], keys, keys)
 
 
 def attention(

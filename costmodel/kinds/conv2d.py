@@ -21,19 +21,20 @@ class Conv2d(LayerKind):
     attributes = ("in_channels", "out_channels", "kernel_size", "stride", "padding")
     may_be_zero = frozenset({"padding"})
     splitting = Splitting.SAMPLES
+    colour = "#cfe3f5"
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        layer, attributes = frame.layer, frame.layer.attributes
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        layer, attributes = quantities.layer, quantities.layer.attributes
         taps = attributes["in_channels"] * attributes["kernel_size"] ** 2
-        pixels = frame.samples * layer.output_elements / attributes["out_channels"] / frame.p0
-        product = frame.matmul(pixels, taps, attributes["out_channels"])
-        after, after_backward = frame.epilogue()
+        pixels = quantities.samples * layer.output_elements / attributes["out_channels"] / quantities.p0
+        product = quantities.matmul(pixels, taps, attributes["out_channels"])
+        after, after_backward = quantities.epilogue()
         return Body(
             forward=(),
             backward=(),
             forward_work=product + after,
             backward_work=(1 if is_first else 2) * product + after_backward,
-            kept_bytes=frame.input_bytes + frame.kept_bytes,
+            kept_bytes=quantities.input_bytes + quantities.kept_bytes,
         )
 
 

@@ -29,6 +29,7 @@ class Embedding(LayerKind):
     attributes = ("vocabulary", "features")
     splitting = Splitting.PRODUCT
     is_lookup = True
+    colour = "#d9ead3"
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:
         return {"features": layer.output_shape[-1]}
@@ -49,9 +50,9 @@ class Embedding(LayerKind):
         read: States = (Split(0), Broadcast(), Broadcast())
         return read, (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        output_bytes = frame.rows * frame.layer.attributes["features"] * frame.itemsize / frame.p1
-        p2 = frame.strategy.axes(2, embedding=True)
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        output_bytes = quantities.rows * quantities.layer.attributes["features"] * quantities.itemsize / quantities.p1
+        p2 = quantities.strategy.axes(2, embedding=True)
         return Body(
             forward=scatter_steps(p2, output_bytes),
             backward=gather_steps(p2, output_bytes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-__all__ = ["GATES", "KEPT_PER_ELEMENT", "kept_by_epilogue"]
+__all__ = ["GATES", "KEPT_PER_ELEMENT", "LOSSES", "kept_by_epilogue"]
 
 #: Elements that an element-wise operation keeps for the backward pass, per element of its result: 0 if the result suffices (it is
 #: the next layer's input), 1 for the argument, 2 for the factors of a product.  Dropout keeps a mask of bytes.
@@ -22,6 +22,9 @@ KEPT_PER_ELEMENT: Mapping[str, float] = {
 
 #: Epilogue operations that halve the features: they multiply gate and up.
 GATES = frozenset({"mul"})
+
+#: Element-wise losses. As the last operation of the last layer, they end a model and read targets.
+LOSSES = frozenset({"mse_loss", "l1_loss"})
 
 
 def kept_by_epilogue(epilogue: Iterable[str], elements: int) -> int:

@@ -47,15 +47,17 @@ class LayerQuantities:
     :data:`autoddl.costmodel.affine.VARIABLE`.
 
     Args:
-        layer, strategy, workload: the layer and its strategy, or a group of strategies, in a workload.
-        samples: samples per micro-batch over all devices.
+        layer: the layer.
+        strategy: its strategy, or a group of strategies.
+        workload: supplies the bytes per element.
+        samples: number of samples per micro-batch over all devices.
 
     Attributes:
         itemsize: bytes per element of an activation.
-        p0, p1, p2: as of the strategy.
-        devices: p0 p1 p2.
-        rows: rows of the samples of one device.
-        input_bytes, output_bytes, kept_bytes: bytes per device of the evenly split tensors.
+        p0, p1, p2: mesh axes of the strategy.
+        devices: number of devices, p0 p1 p2.
+        rows: number of rows of the samples of one device.
+        input_bytes, output_bytes, kept_bytes: bytes of one device's part of the evenly split tensors.
     """
 
     def __init__(self, layer: Layer, strategy: Strategy | StrategyGroup, workload: Workload, samples: Number):
@@ -74,13 +76,13 @@ class LayerQuantities:
         return self.devices if self.strategy.summa else self.p1 * self.p2
 
     def matmul(self, m: Number, k: Number, n: Number, count: Number = 1) -> LocalWork:
-        """Work of ``count`` products (m x k) by (k x n) in one kernel."""
+        """Return the work of ``count`` products (m x k) by (k x n) in one kernel."""
         return matmul(m, k, n, self.itemsize, count)
 
     def epilogue(self) -> tuple[LocalWork, LocalWork]:
-        """Work of the element-wise operations after the layer, forward and backward.
+        """Return the work of the element-wise operations after the layer, of the forward and of the backward pass.
 
-        Each reads and writes one tensor in the forward pass; it reads two and writes one in the backward pass.
+        Each operation reads and writes one tensor in the forward pass. It reads two and writes one in the backward pass.
         """
         count = len(self.layer.epilogue)
         return count * elementwise(2 * self.output_bytes), count * elementwise(3 * self.output_bytes)
@@ -108,16 +110,22 @@ class Body:
 
 
 class LayerKind(ABC):
-    """A kind of layer.
+    """The base class of all kinds of layers: the strategies, work and memory of their layers.
 
     Attributes:
-        name: of the kind.
-        attributes: names of the integers that describe such a layer; each is at least 1.
+        name: name of the kind, unique among registered kinds.
+        attributes: names of the integers that describe such a layer. Each is at least 1.
         may_be_zero: the attributes that may be 0.
-        splitting: the mesh axes that it can be split over.
+        splitting: the mesh axes that can split such a layer.
         is_lookup: whether it is the product of one-hot rows with a table, whose mesh axes are in the order (p0, p2, p1)
-            (:mod:`autoddl.costmodel.strategy`).
+            (:mod:`autoddl.costmodel.strategy`). Its attribute ``vocabulary`` is the number of rows of the table.
         is_recomputed: whether recomputation of activations runs it again.
+        is_loss: whether it is a loss over the classes of its attribute ``vocabulary``, which ends a model and reads targets.
+        is_opaque: whether a layer runs modules of the user, whose code is not part of the layer graph.
+        reads_data: whether a layer without producers reads an input of the model.
+        has_summa: whether such a layer can run as a Summa product.
+        follows_groups: whether the output features can be ordered in the groups of their reader (:meth:`input_groups`).
+        colour: fill colour of its layers in drawings.
     """
 
     name: ClassVar[str]
@@ -126,43 +134,69 @@ class LayerKind(ABC):
     splitting: ClassVar[Splitting] = Splitting.ROWS_AND_FEATURES
     is_lookup: ClassVar[bool] = False
     is_recomputed: ClassVar[bool] = True
+    is_loss: ClassVar[bool] = False
+    is_opaque: ClassVar[bool] = False
+    reads_data: ClassVar[bool] = True
+    has_summa: ClassVar[bool] = False
+    follows_groups: ClassVar[bool] = False
+    colour: ClassVar[str] = "#fff2cc"
 
     # -- extraction
 
     def layer_of(self, module: Any, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Layer | None:
-        """The layer that a module of a traced model is; None where it is none of this kind.
+        """Return the layer that a module of a traced model represents, or None if it is not of this kind.
 
-        Asked for kinds from outside of the package, of every module that makes one tensor: the outermost first, and not of
-        modules inside of one that is such a layer.  Name, parameters and modules of the layer are filled in.
+        Extraction calls this method of kinds from outside of the package, for every module that returns one tensor. It starts with
+        the outermost modules, and skips modules inside a module that is such a layer. The caller sets the name, the parameters and
+        the modules of the layer.
 
         Args:
-            module: of the user's model.
-            input_shape, output_shape: per sample (:mod:`autoddl.costmodel.layer`); of several inputs the first one's.
+            module: a module of the user's model.
+            input_shape: shape of the first input, per sample (:mod:`autoddl.costmodel.layer`).
+            output_shape: shape of the output, per sample.
         """
         return None
 
     # -- shapes
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:
-        """The attributes that the layer's shapes determine, with their values."""
+        """Return the values of the attributes that follow from the layer's shapes."""
         return {}
 
     def shape_text(self, layer: Layer) -> str:
-        """The layer's shape as text for errors and tables."""
+        """Return the layer's shape as text, for errors and tables."""
         return "x".join(map(str, layer.output_shape)) or "scalar"
 
     def shares_weights_with(self, other: LayerKind) -> bool:
-        """Whether a layer of this kind can share a weight with one of the ``other`` kind."""
+        """Return whether a layer of this kind can share a weight with a layer of the ``other`` kind."""
         return other.name == self.name
+
+    def input_groups(self, layer: Layer) -> tuple[int, tuple[int, ...]] | None:
+        """Return how the features of the layer's only input are grouped, or None if their order does not matter.
+
+        Returns:
+            The number of groups, and the number of features of each section. Every group has an equal share of each section
+            (:mod:`autoddl.pipelines.runtime.comm.layouts`).
+        """
+        return None
+
+    def drops_elements(self, layer: Layer) -> bool:
+        """Return whether the layer has a dropout of its own, besides those of its epilogue."""
+        return False
 
     # -- strategies
 
+    @property
+    def is_matmul(self) -> bool:
+        """Whether it is the product of its input with a weight, not with one-hot rows."""
+        return self.splitting is Splitting.PRODUCT and not self.is_lookup
+
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
-        """Whether the layer's features divide over p1 p2 > 1 devices; the caller checks :attr:`splitting`."""
+        """Return whether the layer's features divide over p1 p2 > 1 devices. The caller checks :attr:`splitting`."""
         return layer.features % (strategy.p1 * strategy.p2) == 0
 
     def offers_summa(self, layer: Layer, strategy: Strategy) -> bool:
-        """Whether the layer can run as a Summa product on the mesh of ``strategy``."""
+        """Return whether the layer can run as a Summa product on the mesh of ``strategy``."""
         return False
 
     @property
@@ -174,13 +208,13 @@ class LayerKind(ABC):
     # -- work
 
     @abstractmethod
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        """The work of the layer under ``frame.strategy``.
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        """Return the work of the layer with ``quantities.strategy``, on one device and for one micro-batch.
 
         Args:
-            frame: the layer, its strategy and the quantities derived from them.
-            is_first: whether the layer reads the data itself; then it gathers no input and computes no gradient for it.
+            quantities: the layer, its strategy and the quantities derived from them.
+            is_first: whether the layer reads the data itself. Then it gathers no input and computes no gradient for it.
 
-        Counts have to be affine in the samples: sums of the frame's quantities, and their multiples by numbers that do not
-        depend on the samples.
+        Counts have to be affine in the samples: sums of the quantities, and their multiples by numbers that do not depend on the
+        samples.
         """

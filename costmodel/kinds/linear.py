@@ -44,6 +44,9 @@ class Linear(LayerKind):
     name = "linear"
     attributes = ("in_features", "out_features")
     splitting = Splitting.PRODUCT
+    has_summa = True
+    follows_groups = True
+    colour = "#cfe3f5"
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:
         return {"in_features": layer.input_shape[-1]}
@@ -66,56 +69,56 @@ class Linear(LayerKind):
     def states(self) -> tuple[States, States, States]:
         return (Split(0), Broadcast(), Split(1)), (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        return _summa(frame, is_first) if frame.strategy.summa else _product(frame, is_first)
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        return _summa(quantities, is_first) if quantities.strategy.summa else _product(quantities, is_first)
 
 
-def _product(frame: LayerQuantities, is_first: bool) -> Body:
-    attributes, strategy = frame.layer.attributes, frame.strategy
+def _product(quantities: LayerQuantities, is_first: bool) -> Body:
+    attributes, strategy = quantities.layer.attributes, quantities.strategy
     d_in, d_out = attributes["in_features"], attributes["out_features"]
-    input_bytes = frame.rows * d_in * frame.itemsize / frame.p2
-    output_bytes = frame.rows * d_out * frame.itemsize / frame.p1
+    input_bytes = quantities.rows * d_in * quantities.itemsize / quantities.p2
+    output_bytes = quantities.rows * d_out * quantities.itemsize / quantities.p1
     p1, p2 = strategy.axes(1), strategy.axes(2)
     gather = () if is_first else gather_steps(p1, input_bytes)
     scatter = scatter_steps(p2, output_bytes)
     gather_gradient = gather_steps(p2, output_bytes)
     scatter_gradient = () if is_first else scatter_steps(p1, input_bytes)
-    product = frame.matmul(frame.rows, d_in / frame.p2, d_out / frame.p1)
-    after, after_backward = frame.epilogue()
+    product = quantities.matmul(quantities.rows, d_in / quantities.p2, d_out / quantities.p1)
+    after, after_backward = quantities.epilogue()
     return Body(
         forward=(*gather, *scatter),
         backward=(*gather_gradient, *scatter_gradient),
         forward_work=product + after,
         backward_work=(1 if is_first else 2) * product + after_backward,
         # The gathered input is kept: the backward pass does not gather it again.
-        kept_bytes=input_bytes + frame.kept_bytes,
+        kept_bytes=input_bytes + quantities.kept_bytes,
         buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
         # The backward pass needs the product itself only if the epilogue keeps it.
-        forward_steps_to_repeat=None if frame.layer.kept_elements else gather,
+        forward_steps_to_repeat=None if quantities.layer.kept_elements else gather,
     )
 
 
-def _summa(frame: LayerQuantities, is_first: bool) -> Body:
-    attributes, strategy = frame.layer.attributes, frame.strategy
+def _summa(quantities: LayerQuantities, is_first: bool) -> Body:
+    attributes, strategy = quantities.layer.attributes, quantities.strategy
     d_in, d_out = attributes["in_features"], attributes["out_features"]
     rows, columns = strategy.axes(0), strategy.axes(1)
-    c = frame.p1
-    input_bytes = frame.rows * d_in * frame.itemsize
-    output_bytes = frame.rows * d_out * frame.itemsize
-    weight_bytes = d_in * d_out * frame.itemsize / c
+    c = quantities.p1
+    input_bytes = quantities.rows * d_in * quantities.itemsize
+    output_bytes = quantities.rows * d_out * quantities.itemsize
+    weight_bytes = d_in * d_out * quantities.itemsize / c
     gather_input, gather_weight = gather_steps(columns, input_bytes), gather_steps(rows, weight_bytes)
-    product = frame.matmul(frame.rows, d_in, d_out / c)
-    after, after_backward = frame.epilogue()
+    product = quantities.matmul(quantities.rows, d_in, d_out / c)
+    after, after_backward = quantities.epilogue()
     for_input = () if is_first else (*gather_weight, *scatter_steps(columns, input_bytes))
     return Body(
         forward=(*gather_input, *gather_weight),
         backward=(*for_input, *gather_input, *scatter_steps(rows, weight_bytes)),
         forward_work=product + after,
         backward_work=(1 if is_first else 2) * product + after_backward,
-        kept_bytes=frame.input_bytes + frame.kept_bytes,
+        kept_bytes=quantities.input_bytes + quantities.kept_bytes,
         # One step holds panels of the operands: 1 / max(r, c) of input and weight.
         buffer_bytes=input_bytes / strategy.panels + weight_bytes / strategy.panels + output_bytes / c,
-        forward_steps_to_repeat=None if frame.layer.kept_elements else (),
+        forward_steps_to_repeat=None if quantities.layer.kept_elements else (),
     )
 
 

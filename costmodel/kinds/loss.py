@@ -28,6 +28,8 @@ class Loss(LayerKind):
     attributes = ("vocabulary",)
     # Its backward pass follows its forward pass directly, so recomputation would save nothing.
     is_recomputed = False
+    is_loss = True
+    colour = "#f4cccc"
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:
         return {"vocabulary": layer.input_shape[-1]}
@@ -35,17 +37,19 @@ class Loss(LayerKind):
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
         return layer.attributes["vocabulary"] % (strategy.p1 * strategy.p2) == 0
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        axes = frame.strategy.axes(1)
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        axes = quantities.strategy.axes(1)
         s = prod(axis.size for axis in axes)
-        maxima = gather_steps(axes, frame.rows * s * STATISTIC_BYTES)
-        sums = tuple(Step(Collective.ALL_REDUCE, axis, frame.rows * 2 * STATISTIC_BYTES) for axis in reversed(axes))
+        maxima = gather_steps(axes, quantities.rows * s * STATISTIC_BYTES)
+        sums = tuple(
+            Step(Collective.ALL_REDUCE, axis, quantities.rows * 2 * STATISTIC_BYTES) for axis in reversed(axes)
+        )
         return Body(
             forward=(*maxima, *sums),
             backward=(),
-            forward_work=elementwise(3 * frame.input_bytes),
-            backward_work=elementwise(2 * frame.input_bytes),
-            kept_bytes=frame.input_bytes,
+            forward_work=elementwise(3 * quantities.input_bytes),
+            backward_work=elementwise(2 * quantities.input_bytes),
+            kept_bytes=quantities.input_bytes,
         )
 
 

@@ -20,16 +20,17 @@ class Norm(LayerKind):
 
     name = "norm"
     attributes = ("features", "statistics")
+    colour = "#eeeeee"
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        statistics = frame.rows * frame.layer.attributes["statistics"] * STATISTIC_BYTES
-        steps = tuple(Step(Collective.ALL_REDUCE, axis, statistics) for axis in reversed(frame.strategy.axes(1)))
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        statistics = quantities.rows * quantities.layer.attributes["statistics"] * STATISTIC_BYTES
+        steps = tuple(Step(Collective.ALL_REDUCE, axis, statistics) for axis in reversed(quantities.strategy.axes(1)))
         return Body(
             forward=steps,
             backward=steps,
-            forward_work=elementwise(3 * frame.output_bytes),
-            backward_work=elementwise(5 * frame.output_bytes),
-            kept_bytes=frame.input_bytes,
+            forward_work=elementwise(3 * quantities.output_bytes),
+            backward_work=elementwise(5 * quantities.output_bytes),
+            kept_bytes=quantities.input_bytes,
         )
 
 

@@ -20,11 +20,13 @@ class Opaque(LayerKind):
 
     name = "opaque"
     splitting = Splitting.SAMPLES
+    is_opaque = True
+    colour = "#ead1dc"
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        after, after_backward = frame.epilogue()
-        work = elementwise(frame.input_bytes + frame.output_bytes)
-        kept = frame.input_bytes + frame.kept_bytes
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        after, after_backward = quantities.epilogue()
+        work = elementwise(quantities.input_bytes + quantities.output_bytes)
+        kept = quantities.input_bytes + quantities.kept_bytes
         return Body((), (), work + after, 2 * work + after_backward, kept_bytes=kept)
 
 

@@ -18,6 +18,8 @@ class Position(LayerKind):
 
     name = "position"
     attributes = ("positions", "features")
+    reads_data = False
+    colour = "#d9ead3"
 
     def shape_text(self, layer: Layer) -> str:
         return f"{layer.attributes['positions']} positions, {layer.attributes['features']} features"
@@ -27,8 +29,8 @@ class Position(LayerKind):
         read, _, written = super().states
         return read, (Broadcast(), Split(1), Broadcast()), written
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        work = elementwise(frame.output_bytes)
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        work = elementwise(quantities.output_bytes)
         return Body((), (), work, work, kept_bytes=0.0)
 
 

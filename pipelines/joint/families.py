@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import StopRequestedError
 from autoddl.costmodel.strategy import Strategy
@@ -230,9 +231,9 @@ def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
 
 
 def describe_common_strategy(evaluation: Evaluation) -> str:
-    """Describe the mesh of a plan in which all layers follow one rule, such as ``, dp 2 x mp 4``: the strategy of the first linear
-    layer; empty if there is no linear layer."""
-    linear = next((layer for layer in evaluation.layers if layer.layer.kind == "linear"), None)
+    """Describe the mesh of a plan in which all layers follow one rule, such as ``, dp 2 x mp 4``: the strategy of the first matrix
+    product; empty if there is none."""
+    linear = next((layer for layer in evaluation.layers if kind_of(layer.layer.kind).is_matmul), None)
     if linear is None:
         return ""
     strategy = linear.strategy

@@ -17,9 +17,9 @@ from zlib import crc32
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
 
 from .facts import find_module
-from .kinds.attention import drops_probabilities
 from .load import load_oneflow
 from .stepping import Ranks
 
@@ -90,9 +90,9 @@ def check_dropouts(module: Any, graph: LayerGraph) -> None:
     Raises:
         UserError: the model has dropouts and the graph has none.
     """
-    if any("dropout" in layer.epilogue or drops_probabilities(layer) for layer in graph.layers):
+    if any("dropout" in layer.epilogue or kind_of(layer.kind).drops_elements(layer) for layer in graph.layers):
         return
-    opaque = tuple(path for layer in graph.layers if layer.kind == "opaque" for path in layer.modules)
+    opaque = tuple(path for layer in graph.layers if kind_of(layer.kind).is_opaque for path in layer.modules)
     for path, part in module.named_modules():
         if isinstance(part, flow.nn.Dropout) and part.p > 0 and not path.startswith(opaque or ("\0",)):
             raise UserError(

@@ -8,6 +8,7 @@ import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
 
 __all__ = ["feeds_of", "inputs_of"]
 
@@ -20,7 +21,7 @@ def feeds_of(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, in
     Raises:
         UserError: a layer that is given an input reads none, or it is not clear which one a layer reads.
     """
-    readers = [layer for layer in graph.layers if not graph.inputs(layer.name) and layer.kind != "position"]
+    readers = graph.data_readers
     for name in given:
         if name not in {layer.name for layer in readers}:
             names = ", ".join(layer.name for layer in readers)
@@ -28,7 +29,7 @@ def feeds_of(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, in
     feeds: dict[str, int | None] = {}
     for number, layer in enumerate(readers):
         feeds[layer.name] = given.get(layer.name, 0 if number == 0 else None)
-        if number and layer.name not in given and layer.kind != "embedding":
+        if number and layer.name not in given and not kind_of(layer.kind).is_lookup:
             raise UserError(
                 f"{layer.describe()}: it is not clear which input it reads; give feeds={{{layer.name!r}: NUMBER}}"
             )

@@ -20,6 +20,7 @@ from typing import Any, Union
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.epilogue import LOSSES
 from autoddl.costmodel.strategy import Strategy
 
 from .comm.layouts import Layout, layout_of
@@ -27,7 +28,6 @@ from .comm.layouts import Layout, layout_of
 __all__ = [
     "ALL_STEPS",
     "DATA",
-    "LOSSES",
     "RANKS",
     "TARGETS",
     "Call",
@@ -44,8 +44,6 @@ __all__ = [
 
 #: Value of `Call.num_steps`: all remaining steps.
 ALL_STEPS = -1
-#: Element-wise losses that end a model.
-LOSSES = frozenset({"mse_loss", "l1_loss"})
 #: Functions of element-wise operations after a layer, by OneFlow's operator names and the usual names; "": no operation.
 EPILOGUES: Mapping[str, str] = {
     "relu": "flow.relu",

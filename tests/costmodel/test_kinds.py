@@ -29,9 +29,9 @@ class Gate(LayerKind):
     def lengths(self, layer: Layer) -> dict[str, int]:
         return {"features": layer.output_shape[-1]}
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        forward, backward = elementwise(3 * frame.output_bytes), elementwise(5 * frame.output_bytes)
-        return Body((), (), forward, backward, kept_bytes=frame.input_bytes)
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        forward, backward = elementwise(3 * quantities.output_bytes), elementwise(5 * quantities.output_bytes)
+        return Body((), (), forward, backward, kept_bytes=quantities.input_bytes)
 
 
 def gate(name: str, rows: int, features: int) -> Layer:

@@ -40,9 +40,9 @@ class Glu(LayerKind):
             return None
         return Layer("", self.name, input_shape, output_shape, {"features": output_shape[-1]})
 
-    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
-        forward, backward = elementwise(3 * frame.output_bytes), elementwise(5 * frame.output_bytes)
-        return Body((), (), forward, backward, kept_bytes=frame.input_bytes)
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        forward, backward = elementwise(3 * quantities.output_bytes), elementwise(5 * quantities.output_bytes)
+        return Body((), (), forward, backward, kept_bytes=quantities.input_bytes)
 
 
 def glu(x: Any) -> Any:

@@ -12,17 +12,30 @@ from pathlib import Path
 import pytest
 
 import autoddl
+from autoddl.calib.replay import random_batch
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.kinds import registry as planned
-from autoddl.costmodel.layer import Layer
-from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.kinds.add import add
+from autoddl.costmodel.kinds.kind import Body, LayerKind, LayerQuantities, Splitting
+from autoddl.costmodel.kinds.linear import Linear
+from autoddl.costmodel.layer import Layer, Parameter
+from autoddl.costmodel.localwork import elementwise
+from autoddl.costmodel.strategy import Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
+from autoddl.export.assembling import check_graph
+from autoddl.export.drawings import dot_text
 from autoddl.export.oneflow import oneflow_text
 from autoddl.extraction.operators import Operator, OperatorGraph
 from autoddl.extraction.registered import find_registered
+from autoddl.pipelines.runtime.comm.layouts import parameter_layouts
+from autoddl.pipelines.runtime.feeding import feeds_of
 from autoddl.pipelines.runtime.kinds import registry as run
 from autoddl.pipelines.runtime.kinds.registry import register
 from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.statements import Call, LayerContext, LayerProgram, Name, X
+from autoddl.search.baselines import baselines
+from autoddl.zoo.layers import GraphBuilder, linear
 
 from . import own_kind
 
@@ -53,6 +66,110 @@ def test_it_is_planned_and_exported(registered: None) -> None:
     text = oneflow_text(plan, "gated.py:model")
     assert text.count("def glu(x: Any) -> Any:") == 1 and "= glu(" in text
     compile(text, "gated", "exec")
+
+
+class Mixing(LayerKind):
+    """The product of whole samples with a weight that every rank holds completely; not recomputed."""
+
+    name = "mixing"
+    splitting = Splitting.SAMPLES
+    is_recomputed = False
+
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        work = elementwise(2 * quantities.output_bytes)
+        return Body((), (), work, 2 * work, kept_bytes=quantities.input_bytes)
+
+
+def mixing_program(context: LayerContext) -> LayerProgram:
+    body = [Call("matmul", (X, Name("weight")), computes=True)]
+    return LayerProgram(context.weights, tuple(context.recomputable(("x", "weight"), body)))
+
+
+def mixing_graph() -> LayerGraph:
+    """Two linear layers of 64 features around a layer of kind `Mixing`."""
+    builder = GraphBuilder("mixed", "row")
+    up = builder.add(linear("up", 1, 64, 64))
+    weight = Parameter("mix.weight", (64, 64))
+    mix = builder.add(Layer("mix", "mixing", (1, 64), (1, 64), parameters=(weight,), modules=("mix",)), up)
+    builder.add(linear("down", 1, 64, 64, epilogue=("mse_loss",)), mix)
+    return builder.build()
+
+
+@pytest.fixture
+def mixing(registered: None) -> None:
+    """The kind `Mixing` is known in this test alone."""
+    planned.register(Mixing())
+    register("mixing", mixing_program)
+
+
+def test_a_kind_split_along_samples_is_exported_with_whole_parameters(mixing: None) -> None:
+    """The file states the layout that the runtime uses, although features do not divide."""
+    graph = mixing_graph()
+    plan = autoddl.plan(graph, cluster="local-cpu", devices_per_node=2, batch=8)
+    text = oneflow_text(plan, "mixed.py:model")
+    (stored,) = parameter_layouts(graph, graph["mix"], plan.strategies["mix"])
+    assert stored.local_shape() == (64, 64)
+    assert re.search(r"self\.mix = LayerParameters\(\s*whole_layouts\(", text)
+
+
+def test_a_kind_that_is_not_recomputed_is_exported_so(mixing: None) -> None:
+    """Recomputation repeats the linear layers, and not this one, as on ranks."""
+    plan = autoddl.plan(mixing_graph(), cluster="local-cpu", devices_per_node=2, batch=8, recompute=True)
+    text = oneflow_text(plan, "mixed.py:model")
+    assert "checkpoint(compute_up," in text and "compute_mix" not in text
+
+
+def test_a_registered_kind_has_a_colour_in_drawings(registered: None) -> None:
+    plan = autoddl.plan(own_kind.graph(), cluster="local-cpu", devices_per_node=2, batch=8)
+    boxes = {line.split('"')[1]: line for line in dot_text(plan).splitlines() if "fillcolor" in line}
+    assert f'fillcolor="{own_kind.Glu.colour}"' in boxes["glu"]
+    assert f'fillcolor="{Linear.colour}"' in boxes["up"]
+
+
+def test_baselines_split_only_what_can_be_split(mixing: None) -> None:
+    """Megatron and Summa split the samples of such a layer over all devices."""
+    graph = mixing_graph()
+    for baseline in baselines(graph, (4,)):
+        assert baseline.strategies["mix"] == data_parallel((4,))
+        assert baseline.strategies["mix"].divides(graph["mix"])
+
+
+class Guess(LayerKind):
+    """A loss over classes."""
+
+    name = "guess"
+    attributes = ("vocabulary",)
+    is_loss = True
+
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        return Body((), (), elementwise(quantities.input_bytes), elementwise(quantities.input_bytes), kept_bytes=0.0)
+
+
+class Constant(LayerKind):
+    """A table that does not depend on the data."""
+
+    name = "constant"
+    reads_data = False
+
+    def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
+        return Body((), (), elementwise(quantities.output_bytes), elementwise(0.0), kept_bytes=0.0)
+
+
+def test_a_kind_can_be_a_loss_and_can_read_no_data(registered: None) -> None:
+    """The graph says which layers read inputs and whether it ends in a loss, for feeds and for exports."""
+    planned.register(Guess())
+    planned.register(Constant())
+    builder = GraphBuilder("guessing", "row")
+    up = builder.add(linear("up", 1, 64, 64))
+    constant = builder.add(Layer("constant", "constant", (1, 64), (1, 64)))
+    both = builder.add(add("both", (1, 64)), up, constant)
+    builder.add(Layer("guess", "guess", (1, 64), (1, 1), {"vocabulary": 64}), both)
+    graph = builder.build()
+    assert graph.has_loss and [layer.name for layer in graph.data_readers] == ["up"]
+    assert feeds_of(graph, {}) == {"up": 0}
+    check_graph(graph)
+    inputs, targets = random_batch(graph, 4, seed=1)
+    assert inputs.shape == (4, 1, 64) and targets.shape == (4,) and targets.max() < 64
 
 
 @pytest.mark.ranks

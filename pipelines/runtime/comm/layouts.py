@@ -49,7 +49,6 @@ __all__ = [
     "ParameterLayout",
     "ProductOrder",
     "are_stored_separately",
-    "attention_sections",
     "blocks",
     "coarsest_mesh",
     "common_mesh",
@@ -527,23 +526,17 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
     num_groups = 1
     sections: tuple[int, ...] = (out_features,)
     readers = [graph[target] for source, target in graph.edges if source == layer.name]
-    heads = [reader for reader in readers if reader.kind == "attention"]
+    groups = [(reader, kind_of(reader.kind).input_groups(reader)) for reader in readers]
+    grouped = [(reader, found) for reader, found in groups if found is not None]
     if "mul" in layer.epilogue:
         num_groups, sections = out_features // 2, (out_features // 2,) * 2
-    elif heads and len(graph.inputs(heads[0].name)) == 1:
+    elif grouped and len(graph.inputs(grouped[0][0].name)) == 1:
         if len(readers) > 1:
-            raise UserError(f"{layer.describe()}: attention and {len(readers) - 1} other layers read it")
-        num_groups, sections = attention_sections(heads[0])
+            raise UserError(f"{layer.describe()}: {grouped[0][0].kind} and {len(readers) - 1} other layers read it")
+        num_groups, sections = grouped[0][1]
     if sum(sections) != out_features or (len(widths) > 1 and num_groups > 1 and widths != sections):
         raise UserError(f"{layer.describe()}: its modules are {widths} wide, should be {sections}")
     return ProductOrder(widths, num_groups, sections)
-
-
-def attention_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
-    """Return (number of key-value heads, (features of q, of k, of v)) of an attention layer."""
-    attributes = layer.attributes
-    keys = attributes["kv_heads"] * attributes["head_dim"]
-    return attributes["kv_heads"], (attributes["heads"] * attributes["head_dim"], keys, keys)
 
 
 def are_stored_separately(order: ProductOrder, strategy: Strategy) -> bool:

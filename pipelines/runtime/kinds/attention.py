@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer
+from autoddl.costmodel.kinds.attention import head_sections
+from autoddl.costmodel.kinds.registry import kind_of
 
-from ..comm.layouts import attention_sections
 from ..statements import RANKS, Call, LayerContext, LayerProgram, Name, Statement, X
 
-__all__ = ["drops_probabilities", "program"]
+__all__ = ["program"]
 
 
 def program(frame: LayerContext) -> LayerProgram:
     layer, attributes, producers = frame.layer, frame.layer.attributes, frame.producers
-    groups, sections = attention_sections(layer)
+    groups, sections = head_sections(layer)
     num_groups = groups // frame.layout.num_parts
-    is_grouped = len(producers) == 1 and frame.graph[producers[0]].kind == "linear"
+    is_grouped = len(producers) == 1 and kind_of(frame.graph[producers[0]].kind).follows_groups
     if len(producers) not in (1, 3):  # 0: it reads the model's input
         raise UserError(
             f"{layer.describe()}: reads {len(producers)} tensors, should read q, k and v or all of them in one"
@@ -40,14 +40,9 @@ def program(frame: LayerContext) -> LayerProgram:
         "causal": bool(attributes["causal"]),
         "angles": frame.fact("angles", "angles_of", layer.rows, attributes["head_dim"]),
     }
-    if drops_probabilities(layer):
+    if kind_of(layer.kind).drops_elements(layer):
         dropout = frame.fact("dropout", "dropout_of", layer.name, -1)
         statements.append(Call("bind_dropout", (dropout, Name("step"), RANKS), result=("drop",)))
         options["drop"] = Name("drop")
     statements += frame.recomputable(("x",), [Call("attend", (X,), options, computes=True)])
     return LayerProgram((), tuple(statements))
-
-
-def drops_probabilities(layer: Layer) -> bool:
-    """Whether probabilities are dropped; the backward pass then keeps more than the probabilities."""
-    return layer.kind == "attention" and layer.kept_elements > layer.attributes["heads"] * layer.rows**2

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from autoddl.costmodel.kinds.epilogue import LOSSES
+
 from ..comm.layouts import are_stored_separately, product_order
 from ..statements import (
     ALL_STEPS,
-    LOSSES,
     RANKS,
     TARGETS,
     Call,

@@ -15,7 +15,6 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 
 from ..comm.layouts import ParameterLayout, parameter_layouts
 from ..dropouts import check_dropouts
-from ..statements import LOSSES
 from ..userparameters import check_parameters, find_parameter, first_names
 from .plan import StagePlan, check_stages
 
@@ -49,8 +48,7 @@ class PlannedModel:
     @property
     def has_loss(self) -> bool:
         """Whether the graph ends in a loss, which reads targets."""
-        last = self.graph.layers[-1]
-        return last.kind == "loss" or bool(LOSSES & set(last.epilogue))
+        return self.graph.has_loss
 
     @cached_property
     def _first_names(self) -> dict[int, str]:
