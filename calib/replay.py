@@ -25,6 +25,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.runtime.kinds.registry import plain_module
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.ranks.rank import report
 
@@ -277,9 +278,7 @@ def skeleton(graph: LayerGraph, seed: int) -> Any:
         if kind_of(layer.kind).is_opaque:
             raise UserError(f"{layer.describe()}: its code is not part of the graph, so the model cannot run")
         for path in layer.modules or (layer.name,):
-            owner = _at(root, path, _convolution(layer) if layer.kind == "conv2d" else None)
-            if layer.kind == "norm":
-                owner.eps = 1e-5
+            _at(root, path, plain_module(layer))
         for parameter in layer.parameters:
             parent, _, name = parameter.name.rpartition(".")
             tied = parameter.tied_to and next(
@@ -293,14 +292,6 @@ def skeleton(graph: LayerGraph, seed: int) -> Any:
                 value = flow.nn.Parameter(flow.tensor(drawn.astype(np.float32)))
             _at(root, parent).register_parameter(name, value)
     return root
-
-
-def _convolution(layer: Layer) -> Any:
-    attributes = layer.attributes
-    size, stride = attributes["kernel_size"], attributes.get("stride", 1)
-    return load_oneflow().nn.Conv2d(
-        attributes["in_channels"], attributes["out_channels"], size, stride=stride, padding=attributes.get("padding", 0)
-    )
 
 
 def _at(root: Any, path: str, made: Any = None) -> Any:

@@ -6,7 +6,7 @@ is written with its predicted price as a comment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +14,19 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange
-from autoddl.costmodel.graph import Layer, Parameter
-from autoddl.costmodel.kinds.kind import Splitting
+from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
-from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of, parameter_layouts, product_order
+from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of
 from autoddl.pipelines.runtime.comm.moves import move_calls
-from autoddl.pipelines.runtime.kinds.registry import layer_program
+from autoddl.pipelines.runtime.kinds.registry import layer_program, layouts_call, parameter_layouts
 from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, POOLING, RMS_NORM_EPS, ROTARY_BASE
 from autoddl.pipelines.runtime.stage.plan import check_input_shape, stored_rows
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
-from .scene import Scene, layout_text
+from .scene import Scene, layout_text, layouts_text
 from .source import value_text
 from .writing import StatementChain, folded
 
@@ -140,30 +139,12 @@ class _LayerWriter:
 
     def _parameter_layouts(self) -> str:
         """Return the expression of the layouts of the layer's own parameters."""
-        layer, attributes, layout = self.layer, self.layer.attributes, layout_text(self.layout)
-        parameters = [p for p in layer.parameters if p.name in self.own_names]
-        if layer.kind == "linear":
-            order = product_order(self.scene.graph, layer)
-            weights = self._rows([p for p in parameters if len(p.shape) == 2])
-            biases = self._rows([p for p in parameters if len(p.shape) == 1])
-            options = [weights, biases, str(attributes["in_features"]), layout]
-            if order.num_groups > 1:
-                options += [f"sections={value_text(order.section_widths)}", f"num_groups={order.num_groups}"]
-            return f"linear_layouts({', '.join(options)})"
-        if layer.kind == "embedding":
-            sizes = f"{attributes['vocabulary']}, {attributes['features']}"
-            return f"table_layouts({self._path_of(parameters[0])}, {sizes}, {layout})"
-        shapes = ", ".join(f"{self._path_of(p)}: {value_text(p.shape)}" for p in parameters)
-        function = "whole_layouts" if kind_of(layer.kind).splitting is Splitting.SAMPLES else "feature_layouts"
-        return f"{function}({{{shapes}}}, {layout})"
+        own = [p for p in self.layer.parameters if p.name in self.own_names]
+        return layouts_text(layouts_call(self.scene.graph, self.layer, self.strategy, own), self._path_of)
 
-    def _rows(self, parameters: Sequence[Parameter]) -> str:
-        """Return the expression of a dictionary from the names of parameters to their numbers of rows."""
-        return "{" + ", ".join(f"{self._path_of(p)}: {p.shape[0]}" for p in parameters) + "}"
-
-    def _path_of(self, parameter: Parameter) -> str:
+    def _path_of(self, parameter: str) -> str:
         """Return the expression of a parameter's name in the plain model."""
-        return self.place.path(self.scene.copies.get(parameter.name, parameter.name))
+        return self.place.path(self.scene.copies.get(parameter, parameter))
 
     def _weight_names(self) -> dict[str, str]:
         """Return variables of the file for the shared weights of the program: one variable for all layers that share a weight."""

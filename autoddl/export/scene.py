@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster
@@ -16,11 +17,12 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.comm.layouts import Layout, coarsest_mesh, common_mesh, split_dims
+from autoddl.pipelines.runtime.statements import Call
 
 from ..zoo.builtin import BuiltIn
 from .source import Names, value_text
 
-__all__ = ["ONE_STAGE", "PIPELINE", "ClassForm", "Scene", "cost_text", "layout_text"]
+__all__ = ["ONE_STAGE", "PIPELINE", "ClassForm", "Scene", "cost_text", "layout_text", "layouts_text"]
 
 
 def cost_text(steps: Sequence[Step], cluster: Cluster) -> str:
@@ -167,6 +169,27 @@ def layout_text(layout: Layout) -> str:
     """
     options = [name for name in ("embedding", "summa") if getattr(layout, name)]
     return f"Layout({', '.join([*map(value_text, layout.splits), *(f'{name}=True' for name in options)])})"
+
+
+def layouts_text(call: Call, path: Callable[[str], str]) -> str:
+    """Return the expression of a call that describes how ranks store parameters.
+
+    Args:
+        call: the call, from :func:`autoddl.pipelines.runtime.kinds.registry.layouts_call`.
+        path: function that turns the name of a parameter into an expression of the file.
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, Layout):
+            return layout_text(value)
+        if isinstance(value, str):
+            return path(value)
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{path(name)}: {value_text(sizes)}" for name, sizes in value.items()) + "}"
+        return value_text(value)
+
+    options = [f"{name}={text(value)}" for name, value in call.options.items()]
+    return f"{call.function}({', '.join([*map(text, call.arguments), *options])})"
 
 
 def _mesh_text(mesh: Iterable[Axis]) -> str:

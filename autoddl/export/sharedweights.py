@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.kind import Splitting
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
-from autoddl.pipelines.runtime.comm.layouts import layout_of, product_order
+from autoddl.pipelines.runtime.kinds.registry import layouts_call
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 
-from .scene import layout_text
+from .scene import layouts_text
 from .source import literal
 
 __all__ = ["SharedWeights"]
@@ -78,15 +80,16 @@ class SharedWeights:
 
     def _layout_text(self, name: str, layer: Layer, strategy: Strategy) -> str:
         """Return the expression of the layout of a weight in one of the layers that use it."""
-        attributes, layout = layer.attributes, layout_text(layout_of(layer, strategy))
-        if layer.kind == "embedding":
-            return f"table_layouts({literal(name)}, {attributes['vocabulary']}, {attributes['features']}, {layout})[0]"
-        if layer.kind != "linear" or strategy.summa or product_order(self._graph, layer).num_groups > 1:
-            raise UserError(
-                f"{layer.describe()}: it shares a weight with another stage in a way that form='oneflow' cannot write"
-            )
-        weights = f"{{{literal(name)}: {attributes['out_features']}}}"
-        return f"linear_layouts({weights}, {{}}, {attributes['in_features']}, {layout})[0]"
+        error = UserError(
+            f"{layer.describe()}: it shares a weight with another stage in a way that form='oneflow' cannot write"
+        )
+        weights = [parameter for parameter in layer.parameters if len(parameter.shape) > 1]
+        if kind_of(layer.kind).splitting is not Splitting.PRODUCT or strategy.summa or len(weights) != 1:
+            raise error
+        call = layouts_call(self._graph, layer, strategy, weights)
+        if call.options:  # its features are in the groups of the layer that reads them
+            raise error
+        return f"{layouts_text(call, lambda _: literal(name))}[0]"
 
     def _layers_with(self, number: int, names: Sequence[str]) -> list[Layer]:
         """Return the layers of a stage that have a weight of one of these names."""

@@ -140,7 +140,7 @@ class LayerProgram:
     """The program of a layer.
 
     Attributes:
-        weights: the variables of its parameters, in the order of :func:`layouts.parameter_layouts`.
+        weights: the variables of its parameters, in the order of :func:`kinds.registry.parameter_layouts`.
         statements: in order; they assign the layer's output to ``x``.
         checks: facts that are looked up to check that the layer can be run.
     """
@@ -207,12 +207,12 @@ def along(collective: str, axis: Any) -> Call:
     return Call(f"ranks.{collective}", (X,), {"axis": axis, "dim": 2}, num_steps=1)
 
 
-def epilogue(frame: LayerContext) -> list[Call]:
+def epilogue(context: LayerContext) -> list[Call]:
     """Element-wise operations after a layer, on its evenly split output.
 
     A gate ("mul") halves the features: gate and factor alternate, and operations before it apply to the gate.
     """
-    layer = frame.layer
+    layer = context.layer
     operations = [operation for operation in layer.epilogue if operation not in LOSSES]
     calls = [Call("split_gate", (X,), result=("x", "factor"))] if "mul" in operations else []
     numbers: Iterator[int] = iter(range(len(operations)))
@@ -221,7 +221,7 @@ def epilogue(frame: LayerContext) -> list[Call]:
             calls.append(Call("multiply", (X, Name("factor"))))
         elif operation == "dropout":
             number = next(numbers)
-            dropout = frame.fact(f"dropout_{number}", "dropout_of", layer.name, number)
+            dropout = context.fact(f"dropout_{number}", "dropout_of", layer.name, number)
             calls.append(Call("apply_dropout", (X, dropout, Name("step"), RANKS)))
         elif operation not in EPILOGUES:
             raise UserError(

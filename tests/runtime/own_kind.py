@@ -51,9 +51,9 @@ def glu(x: Any) -> Any:
     return pairs[..., 0] * flow.sigmoid(pairs[..., 1])
 
 
-def program(frame: statements.LayerContext) -> statements.LayerProgram:
-    body = [statements.Call("glu", (statements.X,), computes=True), *statements.epilogue(frame)]
-    return statements.LayerProgram((), tuple(frame.recomputable(("x",), body)))
+def program(context: statements.LayerContext) -> statements.LayerProgram:
+    body = [statements.Call("glu", (statements.X,), computes=True), *statements.epilogue(context)]
+    return statements.LayerProgram((), tuple(context.recomputable(("x",), body)))
 
 
 def known() -> None:

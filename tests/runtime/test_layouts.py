@@ -18,11 +18,13 @@ from autoddl.pipelines.runtime.comm.layouts import (
     are_stored_separately,
     gathered,
     group,
-    parameter_layouts,
+    layout_of,
+    matrix_indices,
     product_order,
     scattered,
-    weight_indices,
+    table_indices,
 )
+from autoddl.pipelines.runtime.kinds.registry import parameter_layouts
 from autoddl.zoo.feedforward import mlp
 from autoddl.zoo.layers import GraphBuilder, attention, embedding, linear
 from autoddl.zoo.transformers import Transformer, gpt, llama
@@ -37,6 +39,14 @@ def strategies_of(layer, summa=False):
         for levels in LEVELS
     ]
     return st.sampled_from([some for some in choices if some]).flatmap(st.sampled_from)
+
+
+def weight_indices(layer, strategy):
+    """Indices of the weight of a linear layer, or of the table of an embedding."""
+    layout, attributes = layout_of(layer, strategy), layer.attributes
+    if layer.kind == "embedding":
+        return table_indices(attributes["vocabulary"], attributes["features"], layout)
+    return matrix_indices(attributes["out_features"], attributes["in_features"], layout)
 
 
 WIDE = mlp((48, 96)).layers[0]

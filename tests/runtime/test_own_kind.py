@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,10 @@ from autoddl.export.drawings import dot_text
 from autoddl.export.oneflow import oneflow_text
 from autoddl.extraction.operators import Operator, OperatorGraph
 from autoddl.extraction.registered import find_registered
-from autoddl.pipelines.runtime.comm.layouts import parameter_layouts
 from autoddl.pipelines.runtime.feeding import feeds_of
+from autoddl.pipelines.runtime.kinds import linear as linear_on_ranks
 from autoddl.pipelines.runtime.kinds import registry as run
-from autoddl.pipelines.runtime.kinds.registry import register
+from autoddl.pipelines.runtime.kinds.registry import parameter_layouts, register
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.statements import Call, LayerContext, LayerProgram, Name, X
 from autoddl.search.baselines import baselines
@@ -44,7 +45,7 @@ from . import own_kind
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kind is known in this test alone."""
     monkeypatch.setattr(planned, "_KINDS", dict(planned._KINDS))
-    monkeypatch.setattr(run, "_PROGRAMS", dict(run._PROGRAMS))
+    monkeypatch.setattr(run, "_RANK_KINDS", dict(run._RANK_KINDS))
     monkeypatch.setattr(run, "_FUNCTIONS", dict(run._FUNCTIONS))
     own_kind.known()
     yield
@@ -132,6 +133,33 @@ def test_baselines_split_only_what_can_be_split(mixing: None) -> None:
     for baseline in baselines(graph, (4,)):
         assert baseline.strategies["mix"] == data_parallel((4,))
         assert baseline.strategies["mix"].divides(graph["mix"])
+
+
+class Product(Linear):
+    """A matrix product like that of linear layers, with another name."""
+
+    name = "product"
+
+
+def test_a_kind_states_once_how_its_parameters_are_stored(registered: None) -> None:
+    """Ranks and exported files use the statement of the registered kind; baselines treat it as the product that it is."""
+    planned.register(Product())
+    register("product", linear_on_ranks.program, layouts=linear_on_ranks.layouts)
+    graph = own_kind.graph()
+    layers = tuple(replace(layer, kind="product" if layer.kind == "linear" else layer.kind) for layer in graph.layers)
+    renamed = replace(graph, layers=layers)
+    for strategy in (Strategy(((1, 2, 2),)), Strategy(((2, 2, 1),), summa=True)):
+        (weight, bias), (same, same_bias) = (parameter_layouts(g, g["up"], strategy) for g in (graph, renamed))
+        assert (weight.axes, bias.axes) == (same.axes, same_bias.axes)
+        assert [list(rows) for rows in weight.indices[0]] == [list(rows) for rows in same.indices[0]]
+    texts = [
+        oneflow_text(autoddl.plan(g, cluster="local-cpu", devices_per_node=4, batch=8), "gated.py:model")
+        for g in (graph, renamed)
+    ]
+    calls = [re.findall(r"=LayerParameters\(linear_layouts\(.*?RANKS", "".join(text.split())) for text in texts]
+    assert len(calls[0]) == 2 and calls[0] == calls[1]
+    of_linear, of_product = ([one.strategies for one in baselines(g, (4,))] for g in (graph, renamed))
+    assert of_linear == of_product
 
 
 class Guess(LayerKind):
@@ -236,7 +264,7 @@ def test_files_of_kinds_are_imported_when_a_kind_is_not_known(tmp_path: Path, mo
 
 
 def test_a_kind_without_a_program_is_refused(registered: None) -> None:
-    del run._PROGRAMS["glu"]
+    del run._RANK_KINDS["glu"]
     with pytest.raises(
         UserError, match=r"glu \(glu, 1x64\): no program is registered that runs layers of this kind on ranks"
     ):

@@ -40,7 +40,6 @@ import numpy as np
 from autoddl.costmodel.distribution import Axis, canonical_axes, flat_coordinate
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy, mesh_axes
 
@@ -56,12 +55,12 @@ __all__ = [
     "gathered",
     "layout_of",
     "linear_layouts",
-    "parameter_layouts",
+    "matrix_indices",
     "product_order",
     "scattered",
     "split_dims",
+    "table_indices",
     "table_layouts",
-    "weight_indices",
     "whole_layouts",
 ]
 
@@ -542,32 +541,3 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
 def are_stored_separately(order: ProductOrder, strategy: Strategy) -> bool:
     """Return `stores_modules_separately` for a linear layer under its strategy."""
     return stores_modules_separately(len(order.widths), order.num_groups, strategy.p1 * strategy.p2)
-
-
-def weight_indices(layer: Layer, strategy: Strategy) -> WeightIndices:
-    """Return the indices of the weight of a linear layer or of the table of an embedding, without product order."""
-    layout, attributes = layout_of(layer, strategy), layer.attributes
-    if layer.kind == "embedding":
-        return table_indices(attributes["vocabulary"], attributes["features"], layout)
-    return matrix_indices(attributes["out_features"], attributes["in_features"], layout)
-
-
-def parameter_layouts(graph: LayerGraph, layer: Layer, strategy: Strategy) -> tuple[ParameterLayout, ...]:
-    """Return the layouts of a layer's parameters, in the order of the layer; tied parameters as if they were its own."""
-    layout, attributes = layout_of(layer, strategy), layer.attributes
-    if not layer.parameters:
-        return ()
-    if layer.kind == "linear":
-        order = product_order(graph, layer)
-        weights = {p.name: p.shape[0] for p in layer.parameters if len(p.shape) == 2}
-        biases = {p.name: p.shape[0] for p in layer.parameters if len(p.shape) == 1}
-        if biases and len(biases) != len(weights):
-            raise UserError(f"{layer.describe()}: some of its modules have a bias and some do not; all or none should")
-        sections, num_groups = order.section_widths, order.num_groups
-        return linear_layouts(weights, biases, attributes["in_features"], layout, sections, num_groups)
-    if layer.kind == "embedding":
-        (table,) = layer.parameters
-        return table_layouts(table.name, attributes["vocabulary"], attributes["features"], layout)
-    shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
-    is_whole = kind_of(layer.kind).splitting is Splitting.SAMPLES
-    return whole_layouts(shapes, layout) if is_whole else feature_layouts(shapes, layout)

@@ -9,9 +9,9 @@ from ..statements import Call, LayerContext, LayerProgram, Name, X, epilogue
 __all__ = ["program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    count = len(frame.producers)
+def program(context: LayerContext) -> LayerProgram:
+    count = len(context.producers)
     if count < 2:
-        raise UserError(f"{frame.layer.describe()}: it adds an input of the model, which cannot be run")
+        raise UserError(f"{context.layer.describe()}: it adds an input of the model, which cannot be run")
     call = Call("add", (X, *(Name(f"input_{i}") for i in range(1, count))))
-    return LayerProgram((), (call, *epilogue(frame)))
+    return LayerProgram((), (call, *epilogue(context)))

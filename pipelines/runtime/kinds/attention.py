@@ -13,11 +13,11 @@ from ..statements import RANKS, Call, LayerContext, LayerProgram, Name, Statemen
 __all__ = ["program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    layer, attributes, producers = frame.layer, frame.layer.attributes, frame.producers
+def program(context: LayerContext) -> LayerProgram:
+    layer, attributes, producers = context.layer, context.layer.attributes, context.producers
     groups, sections = head_sections(layer)
-    num_groups = groups // frame.layout.num_parts
-    is_grouped = len(producers) == 1 and kind_of(frame.graph[producers[0]].kind).follows_groups
+    num_groups = groups // context.layout.num_parts
+    is_grouped = len(producers) == 1 and kind_of(context.graph[producers[0]].kind).follows_groups
     if len(producers) not in (1, 3):  # 0: it reads the model's input
         raise UserError(
             f"{layer.describe()}: reads {len(producers)} tensors, should read q, k and v or all of them in one"
@@ -26,7 +26,7 @@ def program(frame: LayerContext) -> LayerProgram:
     if len(producers) == 3:
         statements.append(Call("concat_heads", ([X, Name("input_1"), Name("input_2")],), {"groups": num_groups}))
     elif not is_grouped:
-        if frame.layout.num_parts > 1:
+        if context.layout.num_parts > 1:
             raise UserError(
                 f"{layer.describe()}: it reads {producers[0]!r}, whose features cannot be split into heads; "
                 "only a linear layer's can"
@@ -38,11 +38,11 @@ def program(frame: LayerContext) -> LayerProgram:
         "group_heads": attributes["heads"] // groups,
         "head_dim": attributes["head_dim"],
         "causal": bool(attributes["causal"]),
-        "angles": frame.fact("angles", "angles_of", layer.rows, attributes["head_dim"]),
+        "angles": context.fact("angles", "angles_of", layer.rows, attributes["head_dim"]),
     }
     if kind_of(layer.kind).drops_elements(layer):
-        dropout = frame.fact("dropout", "dropout_of", layer.name, -1)
+        dropout = context.fact("dropout", "dropout_of", layer.name, -1)
         statements.append(Call("bind_dropout", (dropout, Name("step"), RANKS), result=("drop",)))
         options["drop"] = Name("drop")
-    statements += frame.recomputable(("x",), [Call("attend", (X,), options, computes=True)])
+    statements += context.recomputable(("x",), [Call("attend", (X,), options, computes=True)])
     return LayerProgram((), tuple(statements))

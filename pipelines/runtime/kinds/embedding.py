@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from autoddl.costmodel.graph import Parameter
+
 from ..statements import DATA, RANKS, Call, LayerContext, LayerProgram, Name, along, epilogue
 
-__all__ = ["program"]
+__all__ = ["layouts", "program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    layer, layout = frame.layer, frame.layout
+def program(context: LayerContext) -> LayerProgram:
+    layer, layout = context.layer, context.layout
     options = {"vocabulary": layer.attributes["vocabulary"], "rows": layer.rows}
     body = [
         Call("lookup", (DATA, Name("weight"), layout, RANKS), options, computes=True),
         *(along("reduce_scatter", axis) for axis in reversed(layout.axes(2))),
     ]
-    statements = [*frame.recomputable(("weight",), body), *epilogue(frame)]
-    return LayerProgram(("weight",), tuple(statements), (frame.fact("", "check_table"),))
+    statements = [*context.recomputable(("weight",), body), *epilogue(context)]
+    return LayerProgram(("weight",), tuple(statements), (context.fact("", "check_table"),))
+
+
+def layouts(context: LayerContext, parameters: Sequence[Parameter]) -> Call:
+    """Return the call that describes the layout of the table of an embedding."""
+    (table,) = parameters
+    attributes = context.layer.attributes
+    return Call("table_layouts", (table.name, attributes["vocabulary"], attributes["features"], context.layout))

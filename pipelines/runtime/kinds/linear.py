@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import Parameter
 from autoddl.costmodel.kinds.epilogue import LOSSES
 
 from ..comm.layouts import are_stored_separately, product_order
@@ -22,36 +24,36 @@ from ..statements import (
     epilogue,
 )
 
-__all__ = ["program"]
+__all__ = ["layouts", "program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    layer, layout = frame.layer, frame.layout
-    order = product_order(frame.graph, layer)
-    count = len(order.widths) if are_stored_separately(order, frame.strategy) else 1
+def program(context: LayerContext) -> LayerProgram:
+    layer, layout = context.layer, context.layout
+    order = product_order(context.graph, layer)
+    count = len(order.widths) if are_stored_separately(order, context.strategy) else 1
     has_bias = any(len(p.shape) == 1 for p in layer.parameters)
     weights, biases = _numbered("weight", count), _numbered("bias", count) if has_bias else ()
     widths = [width // order.num_groups for width in order.section_widths]
     product = _concatenated(weights, "weight", widths)
     if layout.summa:
-        options = {"rows": layout.axes(0), "columns": layout.axes(1), "ranks": RANKS, "is_first": not frame.producers}
+        options = {"rows": layout.axes(0), "columns": layout.axes(1), "ranks": RANKS, "is_first": not context.producers}
         product.append(Call("summa_product", (X, Name("weight")), options, num_steps=ALL_STEPS, computes=True))
     else:
         # The first layer reads the features that it needs directly.
-        product += [along("all_gather", axis) for axis in layout.axes(1)] if frame.producers else []
+        product += [along("all_gather", axis) for axis in layout.axes(1)] if context.producers else []
         product.append(Call("matmul", (X, Name("weight")), computes=True))
     rest = [] if layout.summa else [along("reduce_scatter", axis) for axis in reversed(layout.axes(2))]
     if has_bias:
         rest += [*_concatenated(biases, "bias", widths), Call("add", (X, Name("bias")))]
-    rest += epilogue(frame)
-    statements: list[Statement] = [*frame.input_data(prod(layer.input_shape[:-1]), is_gathered=not layout.summa)]
+    rest += epilogue(context)
+    statements: list[Statement] = [*context.input_data(prod(layer.input_shape[:-1]), is_gathered=not layout.summa)]
     if layer.kept_elements:
         # The epilogue keeps its input for the backward: everything is recomputed.
-        statements += frame.recomputable(("x", *weights, *biases), [*product, *rest])
+        statements += context.recomputable(("x", *weights, *biases), [*product, *rest])
     elif layout.summa:
         statements += [*product, *rest]  # keeps only its operands' shards anyway
     else:
-        statements += [*frame.recomputable(("x", *weights), product), *rest]
+        statements += [*context.recomputable(("x", *weights), product), *rest]
     if LOSSES & set(layer.epilogue):
         options = {"is_squared": "mse_loss" in layer.epilogue}
         statements += [
@@ -59,6 +61,25 @@ def program(frame: LayerContext) -> LayerProgram:
             Call("mean_error", (X, Name("expected"), RANKS), options),
         ]
     return LayerProgram((*weights, *biases), tuple(statements))
+
+
+def layouts(context: LayerContext, parameters: Sequence[Parameter]) -> Call:
+    """Return the call that describes the layouts of weights and biases of a linear layer.
+
+    Raises:
+        UserError: only some of the layer's modules have a bias, or they do not fit the reader of the layer.
+    """
+    layer = context.layer
+    order = product_order(context.graph, layer)
+    num_weights = sum(len(p.shape) == 2 for p in layer.parameters)
+    if len(layer.parameters) - num_weights not in (0, num_weights):
+        raise UserError(f"{layer.describe()}: some of its modules have a bias and some do not; all or none should")
+    weights = {p.name: p.shape[0] for p in parameters if len(p.shape) == 2}
+    biases = {p.name: p.shape[0] for p in parameters if len(p.shape) == 1}
+    arguments = (weights, biases, layer.attributes["in_features"], context.layout)
+    is_grouped = order.num_groups > 1
+    options = {"sections": order.section_widths, "num_groups": order.num_groups} if is_grouped else {}
+    return Call("linear_layouts", arguments, options)
 
 
 def _numbered(stem: str, count: int) -> tuple[str, ...]:

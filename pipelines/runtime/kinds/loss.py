@@ -7,6 +7,6 @@ from ..statements import ALL_STEPS, RANKS, TARGETS, Call, LayerContext, LayerPro
 __all__ = ["program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    call = Call("cross_entropy", (X, TARGETS, frame.layout, RANKS), num_steps=ALL_STEPS, computes=True)
+def program(context: LayerContext) -> LayerProgram:
+    call = Call("cross_entropy", (X, TARGETS, context.layout, RANKS), num_steps=ALL_STEPS, computes=True)
     return LayerProgram((), (call,))

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
+from autoddl.costmodel.graph import Layer
+
+from ..load import load_oneflow
 from ..statements import ALL_STEPS, RANKS, Call, LayerContext, LayerProgram, Name, X, epilogue
 
-__all__ = ["program"]
+__all__ = ["plain_module", "program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    layer, layout = frame.layer, frame.layout
+def program(context: LayerContext) -> LayerProgram:
+    layer, layout = context.layer, context.layout
     options = {
         "features": layer.attributes["features"],
         "is_centred": layer.attributes["statistics"] == 2,
-        "eps": frame.fact("eps", "eps_of"),
+        "eps": context.fact("eps", "eps_of"),
         "axes": layout.axes(1),
         "ranks": RANKS,
     }
     body = [Call("normalised", (X,), options, num_steps=ALL_STEPS, computes=True)]
-    body += [Call(name, (X, Name(weight))) for name, weight in zip(("multiply", "add"), frame.weights)]
+    body += [Call(name, (X, Name(weight))) for name, weight in zip(("multiply", "add"), context.weights)]
     statements = [
-        *frame.input_data(prod(layer.input_shape[:-1])),
-        *frame.recomputable(("x", *frame.weights), body),
-        *epilogue(frame),
+        *context.input_data(prod(layer.input_shape[:-1])),
+        *context.recomputable(("x", *context.weights), body),
+        *epilogue(context),
     ]
-    return LayerProgram(frame.weights, tuple(statements))
+    return LayerProgram(context.weights, tuple(statements))
+
+
+def plain_module(layer: Layer) -> Any:
+    """Return a module with the constant that a norm adds to the variance. Imports OneFlow."""
+    made = load_oneflow().nn.Module()
+    made.eps = 1e-5
+    return made

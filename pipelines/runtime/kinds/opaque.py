@@ -9,28 +9,28 @@ from ..statements import Call, LayerContext, LayerProgram, Name, epilogue
 __all__ = ["program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    layer, graph = frame.layer, frame.graph
+def program(context: LayerContext) -> LayerProgram:
+    layer, graph = context.layer, context.graph
     if len(layer.modules) > 1:
         raise UserError(
             f"{layer.describe()}: its modules are {', '.join(layer.modules)}; only a single module of the model can be run"
         )
     for parameter in layer.parameters:
-        if not parameter.name.startswith(f"{frame.path}."):
+        if not parameter.name.startswith(f"{context.path}."):
             raise UserError(
-                f"{layer.describe()}: its parameter {parameter.name} does not belong to module {frame.path!r}"
+                f"{layer.describe()}: its parameter {parameter.name} does not belong to module {context.path!r}"
             )
-    names = [parameter.name[len(frame.path) + 1 :] for parameter in layer.parameters]
+    names = [parameter.name[len(context.path) + 1 :] for parameter in layer.parameters]
     weights = tuple(f"weight_{i}" for i in range(len(names)))
-    inputs = ("x", *(f"input_{i}" for i in range(1, len(frame.producers))))
-    shapes = [graph[producer].output_shape for producer in frame.producers]
+    inputs = ("x", *(f"input_{i}" for i in range(1, len(context.producers))))
+    shapes = [graph[producer].output_shape for producer in context.producers]
     shapes = [layer.input_shape] if len(shapes) <= 1 else shapes
     # Outside of sequences the single row of a sample is the sample itself.
     shapes = [shape[1:] if len(shape) == 2 and shape[0] == 1 else shape for shape in shapes]
-    own = frame.fact("module", "own_module", names, frame.strategy.p0)
+    own = context.fact("module", "own_module", names, context.strategy.p0)
     arguments = (own, list(map(Name, inputs)), shapes, list(map(Name, weights)))
     body = [
         Call("run_module", arguments, {"training": Name("training")}, computes=True),
-        *epilogue(frame),
+        *epilogue(context),
     ]
-    return LayerProgram(weights, (*frame.input_data(1), *frame.recomputable((*inputs, *weights), body)))
+    return LayerProgram(weights, (*context.input_data(1), *context.recomputable((*inputs, *weights), body)))

@@ -7,6 +7,6 @@ from ..statements import Call, LayerContext, LayerProgram, Name
 __all__ = ["program"]
 
 
-def program(frame: LayerContext) -> LayerProgram:
-    call = Call("positions", (Name("weight"), Name("num_samples"), frame.layout), {"rows": frame.layer.rows})
-    return LayerProgram(frame.weights, (call,))
+def program(context: LayerContext) -> LayerProgram:
+    call = Call("positions", (Name("weight"), Name("num_samples"), context.layout), {"rows": context.layer.rows})
+    return LayerProgram(context.weights, (call,))

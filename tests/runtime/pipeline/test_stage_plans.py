@@ -16,7 +16,7 @@ from autoddl.costmodel.distribution import canonical
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import enumerate_strategies
 from autoddl.pipelines import Kind, Times, generate
-from autoddl.pipelines.runtime.comm.layouts import parameter_layouts
+from autoddl.pipelines.runtime.kinds.registry import parameter_layouts
 from autoddl.pipelines.runtime.pipeline.actions import Message, Receive, Run, Send
 from autoddl.pipelines.runtime.pipeline.dryrun import ProgramError, check_programs
 from autoddl.pipelines.runtime.pipeline.holding import StageLayout
