@@ -1,6 +1,6 @@
 """The kinds of layers, one module each: their strategies, work and memory.
 
-- `kind`: `LayerKind`, the interface of all kinds; `Frame` and `Body`, input and result of `LayerKind.work`.
+- `kind`: `LayerKind`, the base class of all kinds; `LayerQuantities` and `Body`, argument and result of `LayerKind.work`.
 - `registry`: `register` and `kind_of`.  Users register their own kinds in the same way.
 - `builtin`: registers `linear`, `embedding`, `position`, `attention`, `norm`, `add`, `conv2d`, `loss` and `opaque`.
 

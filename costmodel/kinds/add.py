@@ -25,5 +25,5 @@ class Add(LayerKind):
 
 
 def add(name: str, shape: tuple[int, ...]) -> Layer:
-    """The element-wise sum of two or more tensors of one shape."""
+    """Make a layer that returns the element-wise sum of two or more tensors of one shape."""
     return Layer(name=name, kind="add", input_shape=shape, output_shape=shape)

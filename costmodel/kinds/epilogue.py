@@ -28,9 +28,9 @@ LOSSES = frozenset({"mse_loss", "l1_loss"})
 
 
 def kept_by_epilogue(epilogue: Iterable[str], elements: int) -> int:
-    """Number of elements that operations on ``elements`` elements keep for the backward pass.
+    """Return the number of elements that operations on ``elements`` elements keep for the backward pass.
 
-    An unknown operation keeps one element each.
+    An operation that is not in `KEPT_PER_ELEMENT` keeps one element for each element of its result.
 
     >>> kept_by_epilogue(["gelu", "dropout"], 1024)
     1280

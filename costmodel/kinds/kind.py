@@ -30,7 +30,7 @@ States = tuple[SBPState, SBPState, SBPState]
 
 
 class Splitting(Enum):
-    """The mesh axes that a layer can be split over."""
+    """The mesh axes that can split a layer."""
 
     #: Rows over p0, the output's features over p1, the input's over p2: a matrix product.
     PRODUCT = "product"
@@ -201,7 +201,7 @@ class LayerKind(ABC):
 
     @property
     def states(self) -> tuple[States, States, States]:
-        """The SBP states of input, weight and output on the axes p0, p1 and p2."""
+        """The SBP states of the input, the weight and the output, each on the axes p0, p1 and p2."""
         canonical: States = (Split(0), Split(1), Broadcast())
         return canonical, (Broadcast(), Split(0), Broadcast()), canonical
 

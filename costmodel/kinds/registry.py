@@ -1,7 +1,8 @@
-"""The kinds of layers by name.
+"""The kinds of layers, by name.
 
-Those of this package are registered when it is imported; others when their file is: a user's model file may do that, or the files
-that the environment variable ``AUTODDL_KINDS`` names (separated as in ``PATH``), which are imported when a kind is not known.
+The built-in kinds are registered when :mod:`autoddl.costmodel.graph` is imported. A user's kind is registered when the file that
+defines it is imported. This can be the file of the user's model, or a file that the environment variable ``AUTODDL_KINDS`` names
+(several are separated as in ``PATH``). The files of ``AUTODDL_KINDS`` are imported as soon as an unknown kind is looked up.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["FILES", "kind_of", "kinds", "register", "source_of"]
 
-#: The environment variable that names files.
+#: The environment variable that names the files of users' kinds.
 FILES = "AUTODDL_KINDS"
 _KINDS: dict[str, LayerKind] = {}
 
 
 def register(kind: LayerKind) -> None:
-    """Make a kind of layer known by its name.
+    """Register a kind of layer under its name.
 
     Raises:
-        UserError: another kind has this name.
+        UserError: another kind of this name is registered.
     """
     known = _KINDS.get(kind.name)
     if known is not None and source_of(type(known)) != source_of(type(kind)):
@@ -39,21 +40,24 @@ def register(kind: LayerKind) -> None:
 
 
 def source_of(defined: Any) -> tuple[str, str]:
-    """Where a class or function is defined: two are the same where a file was loaded twice, under whatever names."""
+    """Return the file and the qualified name of a class or function.
+
+    They identify it even if its file was imported twice, under two names of modules.
+    """
     module = sys.modules.get(defined.__module__)
     return getattr(module, "__file__", None) or defined.__module__, defined.__qualname__
 
 
 def kinds() -> tuple[str, ...]:
-    """The names of all kinds, in the order in which they were registered."""
+    """Return the names of all kinds, in the order in which they were registered."""
     return tuple(_KINDS)
 
 
 def kind_of(name: str) -> LayerKind:
-    """The kind of a name.
+    """Return the kind that is registered under a name.
 
     Raises:
-        UserError: it is not registered, or a file of ``AUTODDL_KINDS`` cannot be imported.
+        UserError: no such kind is registered, or a file of ``AUTODDL_KINDS`` cannot be imported.
     """
     if name not in _KINDS:
         _import_files()
@@ -63,7 +67,7 @@ def kind_of(name: str) -> LayerKind:
 
 
 def _import_files() -> None:
-    """Import the user's files, each under its own name, so that a model next to it imports the same module."""
+    """Import the user's files. Each is imported under its own name, so that a model in the same folder imports the same module."""
     for file in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         path = Path(file).resolve()
         if path.suffix != ".py" or not path.is_file():

@@ -1,4 +1,5 @@
-"""The statements of each kind of layer on a rank, one module each: the counterparts of :mod:`autoddl.costmodel.kinds`.
+"""What ranks do for each kind of layer, one module each: the counterparts of :mod:`autoddl.costmodel.kinds`.
 
-`registry` has them by name; ``register`` adds kinds defined outside of the package. Needs no OneFlow.
+A module has a function `program`, and some have `layouts` (how ranks store parameters) and `plain_module`. `registry` finds them by
+the name of the kind; its function `register` adds users' kinds. Only `plain_module` needs OneFlow.
 """

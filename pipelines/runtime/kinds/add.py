@@ -10,6 +10,11 @@ __all__ = ["program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of a sum.
+
+    Raises:
+        UserError: The layer reads fewer than two layers.
+    """
     count = len(context.producers)
     if count < 2:
         raise UserError(f"{context.layer.describe()}: it adds an input of the model, which cannot be run")

@@ -14,6 +14,11 @@ __all__ = ["program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of attention.
+
+    Raises:
+        UserError: The layer does not read q, k and v, or the features that it reads cannot be split into heads.
+    """
     layer, attributes, producers = context.layer, context.layer.attributes, context.producers
     groups, sections = head_sections(layer)
     num_groups = groups // context.layout.num_parts

@@ -13,6 +13,7 @@ __all__ = ["plain_module", "program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of a convolution."""
     bias = Name("bias") if len(context.weights) > 1 else None
     options = {"options": context.fact("options", "convolution_options")}
     body = [

@@ -12,6 +12,7 @@ __all__ = ["layouts", "program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of a lookup."""
     layer, layout = context.layer, context.layout
     options = {"vocabulary": layer.attributes["vocabulary"], "rows": layer.rows}
     body = [

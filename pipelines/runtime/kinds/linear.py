@@ -28,6 +28,11 @@ __all__ = ["layouts", "program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of a matrix product.
+
+    Raises:
+        UserError: The layer's modules do not fit the layer that reads them, or an operation after the layer cannot be run.
+    """
     layer, layout = context.layer, context.layout
     order = product_order(context.graph, layer)
     count = len(order.widths) if are_stored_separately(order, context.strategy) else 1

@@ -8,5 +8,6 @@ __all__ = ["program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of the cross entropy."""
     call = Call("cross_entropy", (X, TARGETS, context.layout, RANKS), num_steps=ALL_STEPS, computes=True)
     return LayerProgram((), (call,))

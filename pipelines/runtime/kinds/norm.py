@@ -14,6 +14,7 @@ __all__ = ["plain_module", "program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of a norm."""
     layer, layout = context.layer, context.layout
     options = {
         "features": layer.attributes["features"],

@@ -10,6 +10,11 @@ __all__ = ["program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of a module of the user.
+
+    Raises:
+        UserError: The layer stands for several modules, or it has parameters of another module.
+    """
     layer, graph = context.layer, context.graph
     if len(layer.modules) > 1:
         raise UserError(

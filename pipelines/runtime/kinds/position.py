@@ -8,5 +8,6 @@ __all__ = ["program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
+    """Return the program of learned positions."""
     call = Call("positions", (Name("weight"), Name("num_samples"), context.layout), {"rows": context.layer.rows})
     return LayerProgram(context.weights, (call,))
