@@ -23,6 +23,7 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.problem import OBJECTIVES
@@ -176,11 +177,12 @@ def _check_single_changes(
         return total
 
     for names in _groups(graph, claim.untied):
-        first = graph[names[0]]
+        first_is_lookup = kind_of(graph[names[0]].kind).is_lookup
         before = sum(_cost_of(graph, cluster, workload, n, claim.strategies[n], claim.objective) for n in names)
         before += edges_cost(names, claim.strategies)
         for option in _offered(graph, cluster, workload, names[0], claim.summa and len(names) == 1):
-            changed = {n: option if graph[n].kind == first.kind or option.summa else transposed(option) for n in names}
+            alike = {n for n in names if option.summa or kind_of(graph[n].kind).is_lookup == first_is_lookup}
+            changed = {n: option if n in alike else transposed(option) for n in names}
             if any(not strategy.divides(graph[n]) for n, strategy in changed.items()):
                 continue
             try:

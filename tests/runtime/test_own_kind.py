@@ -14,6 +14,8 @@ import pytest
 
 import autoddl
 from autoddl.calib.replay import random_batch
+from autoddl.costmodel.assessment import assess
+from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.kinds import registry as planned
@@ -22,6 +24,7 @@ from autoddl.costmodel.kinds.kind import Body, LayerKind, LayerQuantities, Split
 from autoddl.costmodel.kinds.linear import Linear
 from autoddl.costmodel.layer import Layer, Parameter
 from autoddl.costmodel.localwork import elementwise
+from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.export.assembling import check_graph
@@ -35,7 +38,9 @@ from autoddl.pipelines.runtime.kinds import registry as run
 from autoddl.pipelines.runtime.kinds.registry import parameter_layouts, register
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.statements import Call, LayerContext, LayerProgram, Name, X
+from autoddl.search import solve
 from autoddl.search.baselines import baselines
+from autoddl.search.verify import Claim, verify
 from autoddl.zoo.layers import GraphBuilder, linear
 
 from . import own_kind
@@ -160,6 +165,26 @@ def test_a_kind_states_once_how_its_parameters_are_stored(registered: None) -> N
     assert len(calls[0]) == 2 and calls[0] == calls[1]
     of_linear, of_product = ([one.strategies for one in baselines(g, (4,))] for g in (graph, renamed))
     assert of_linear == of_product
+
+
+def test_products_of_two_kinds_share_a_weight_with_one_strategy(registered: None) -> None:
+    """Only a lookup has the transposed weight: baselines and the verifier give both products the same strategy."""
+    planned.register(Product())
+    builder = GraphBuilder("shared", "row")
+    first = builder.add(linear("first", 1, 1024, 4096, bias=False))
+    tied = linear("second", 1, 4096, 1024, bias=False, tied_to="first", epilogue=("mse_loss",))
+    builder.add(replace(tied, kind="product"), first)
+    graph = builder.build()
+    for baseline in baselines(graph, (4,)):
+        assert baseline.strategies["first"] == baseline.strategies["second"]
+    # At few samples, two products in turn over p1 and p2 would cost less than any common strategy.
+    cluster, workload = load_cluster("dgx-a100").resized(1, 4), Workload(8, 8, "float32")
+    problem = PriceBook(graph, cluster, workload, untied=True).problem(8, 8)
+    choice = solve(problem.table).choice
+    assert choice is not None
+    done = assess(graph, cluster, workload, problem.strategies(choice))
+    claim = Claim(problem.strategies(choice), done.step_s, done.step_s, done.memory_bytes, True, None, "step", True)
+    assert verify(graph, cluster, workload, claim) == done
 
 
 class Guess(LayerKind):
