@@ -1,8 +1,8 @@
-"""Whether an applied module computes what the user's module does.
+"""Checks that an applied module computes the same function as the user's module.
 
-A layer graph does not say everything: that scores are divided by 3, say, or that the second half of a product is the gate.  So
-both run forward and backward once on a few samples, without dropout, and every rank compares what it holds: loss (or output)
-and gradients.  Nothing is sent for it but a verdict, since every rank has the user's module.
+A layer graph may omit details of ``forward()``, for example that scores are divided by 3, or which half of a product is the gate.
+So both modules run one forward and one backward pass on a few samples, without dropout. Every rank has the user's module, and
+compares its part of the loss (or output) and of the gradients. The ranks only exchange whether they have found a difference.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ flow: Any = load_oneflow()
 __all__ = ["check_same_function"]
 
 Tensor = Any
-#: Relative differences that rounding cannot explain (it was 1e-6 in every model tried).
+#: Largest relative differences that count as equal. Differences by rounding were 1e-6 in all tested models.
 VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 
 
 def check_same_function(applied: Any, weights: GlobalWeights, module: Any, batch: Sequence[Any]) -> None:
-    """Compare an applied module with the user's on the first samples of ``batch``, as few as divide over all layers.
+    """Compare an applied module with the user's module on the first samples of a batch. All ranks must call.
 
-    Gradients and modes are as before afterwards.  All ranks call.
+    The number of samples is the smallest that all layers can divide. Gradients and training modes are restored afterwards.
 
     Args:
-        applied: the module that trains these weights.
-        module: the user's.
+        applied: The applied module.
+        weights: The weights of the applied module.
+        module: The user's module.
+        batch: Arguments of both modules, with all samples on every rank.
 
     Raises:
-        UserError: on every rank, where the two differ on any; it names what.
+        UserError: The modules differ on a rank. It is raised on every rank, and names the first difference.
     """
     stage = weights.stage
     num = lcm(*(ready.strategy.p0 for ready in stage.layers))
@@ -51,68 +53,72 @@ def check_same_function(applied: Any, weights: GlobalWeights, module: Any, batch
             tensor.grad = None
         module.eval()
         applied.eval()
-        found = applied(*samples)
-        difference = _compare(found, _matching(module(*samples), found), weights, parameters)
-        verdict = flow.tensor([float(difference is not None)])
-        differing = stage.stepper.reduce(verdict, [Axis(stage.stepper.num_ranks, 1)]).numpy()[0]
+        result = applied(*samples)
+        difference = _compare(result, _matching_output(module(*samples), result), weights, parameters)
+        is_different = flow.tensor([float(difference is not None)])
+        num_differing = stage.stepper.reduce(is_different, [Axis(stage.stepper.num_ranks, 1)]).numpy()[0]
     finally:
         module.train(modes[0])
         applied.train(modes[1])
         for tensor, gradient in before:
             tensor.grad = gradient
-    if differing:
+    if num_differing:
         raise UserError(
             f"the plan's graph does not compute what {type(module).__name__} does: "
-            f"{difference or 'gradients differ on other ranks'} (a graph does not say everything; check=False runs it nevertheless)"
+            f"{difference or 'gradients differ on other ranks'} "
+            "(the graph may omit details of forward(); check=False skips this comparison)"
         )
 
 
-def _matching(returned: Any, found: Tensor) -> Tensor:
-    """What a module returned, or the part of it that is like ``found``."""
-    parts = returned.values() if isinstance(returned, Mapping) else returned
-    parts = parts if isinstance(parts, (tuple, list)) or isinstance(returned, Mapping) else [parts]
-    for part in parts:
-        if isinstance(part, flow.Tensor) and part.numel() == found.numel():
-            return part
+def _matching_output(returned: Any, result: Tensor) -> Tensor:
+    """Return the tensor among the values that a module returned that has as many elements as ``result``."""
+    values = returned.values() if isinstance(returned, Mapping) else returned
+    values = values if isinstance(values, (tuple, list)) or isinstance(returned, Mapping) else [values]
+    for value in values:
+        if isinstance(value, flow.Tensor) and value.numel() == result.numel():
+            return value
     raise UserError(
-        f"the model returns nothing like the {tuple(found.shape)} of the plan's graph, so they cannot be compared"
+        f"the model returns no tensor with as many elements as the output {tuple(result.shape)} of the plan's graph, "
+        "so the two cannot be compared (check=False skips this comparison)"
     )
 
 
-def _compare(found: Tensor, expected: Tensor, weights: GlobalWeights, parameters: Mapping[str, Tensor]) -> str | None:
-    """The first difference; None where there is none."""
+def _compare(result: Tensor, expected: Tensor, weights: GlobalWeights, parameters: Mapping[str, Tensor]) -> str | None:
+    """Run the backward passes; return a description of the first difference, or None if there is none."""
     shape = tuple(expected.shape)
+    # The backward pass of an output starts from a random linear combination of its elements.
     factors = flow.tensor(np.random.default_rng(0).standard_normal(shape).astype(np.float32)) if shape else None
-    for value in (found.reshape(*shape) if shape else found, expected):
+    for value in (result.reshape(*shape) if shape else result, expected):
         (value if factors is None else (value * factors).sum()).backward()
-    mine, theirs = found.detach().numpy().reshape(shape), expected.detach().numpy()
-    what = "output" if shape else "loss"
-    difference = float(np.abs(mine - theirs).max()) / max(float(np.abs(theirs).max()), 1e-30)
+    actual_value, expected_value = result.detach().numpy().reshape(shape), expected.detach().numpy()
+    name = "output" if shape else "loss"
+    difference = float(np.abs(actual_value - expected_value).max()) / max(float(np.abs(expected_value).max()), 1e-30)
     if not difference < VALUE_TOLERANCE:
-        values = f"{float(mine):.7g} in place of {float(theirs):.7g}" if not shape else f"off by {difference:.1e}"
-        return f"its {what} is {values}"
+        if shape:
+            return f"its {name} is off by {difference:.1e}"
+        return f"its {name} is {float(actual_value):.7g} in place of {float(expected_value):.7g}"
     return _compare_gradients(weights, parameters)
 
 
 def _compare_gradients(weights: GlobalWeights, parameters: Mapping[str, Tensor]) -> str | None:
+    """Return a description of the first gradient that differs on this rank, or None if there is none."""
     gradients = {name: tensor.grad.numpy() for name, tensor in parameters.items() if tensor.grad is not None}
     expected = [
         (stored, stored.layout.joined(gradients))
         for stored in weights.parameters.values()
         if all(name in gradients for name, _ in stored.layout.sources)
     ]
-    largest = max((_size(value) for _, value in expected), default=0.0)
+    largest = max((_root_mean_square(value) for _, value in expected), default=0.0)
     for stored, value in expected:
         if stored.tensor.grad is None:
             return f"{stored.layout.name} has no gradient"
-        theirs = stored.layout.take(value, weights.stage.stepper.rank)
-        mine = stored.tensor.grad.to_local().numpy()
-        difference = _size(mine - theirs) / max(_size(theirs), 1e-3 * largest, 1e-30)
+        expected_part = stored.layout.take(value, weights.stage.stepper.rank)
+        error = _root_mean_square(stored.tensor.grad.to_local().numpy() - expected_part)
+        difference = error / max(_root_mean_square(expected_part), 1e-3 * largest, 1e-30)
         if not difference < GRADIENT_TOLERANCE:
             return f"its gradient of {stored.layout.name} is off by {difference:.1e}"
     return None
 
 
-def _size(value: np.ndarray) -> float:
-    """Root mean square."""
+def _root_mean_square(value: np.ndarray) -> float:
     return float(np.linalg.norm(value)) / prod(value.shape) ** 0.5

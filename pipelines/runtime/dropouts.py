@@ -31,12 +31,12 @@ Tensor = Any
 
 
 class Dropout:
-    """Drops elements with ``probability``, and scales the others up.
+    """Sets elements to zero with ``probability``, and divides the others by ``1 - probability``.
 
     Args:
-        probability: of dropping an element.
-        layer: name of the layer.
-        number: index among the layer's dropouts, each of which has a seed of its own.
+        probability: Probability of dropping an element.
+        layer: Name of the layer.
+        number: Index of the dropout in its layer. Each dropout of a layer has its own seed.
     """
 
     def __init__(self, probability: float, layer: str, number: int):
@@ -46,7 +46,7 @@ class Dropout:
         self._generator = flow.Generator()
 
     def __call__(self, x: Tensor, step: int | None, rank: int) -> Tensor:
-        """Apply the dropout in pass ``step``; None: not training, return ``x``."""
+        """Apply the dropout of training pass ``step``. Return ``x`` if ``step`` is None, which means evaluation."""
         if step is None or self.probability == 0:
             return x
         seed = crc32(f"{self._layer} {rank} {self._number}".encode())
@@ -55,20 +55,26 @@ class Dropout:
 
 
 def apply_dropout(x: Tensor, dropout: Dropout, step: int | None, ranks: Ranks) -> Tensor:
-    """This rank's elements after a dropout."""
+    """Apply a dropout to the elements of this rank."""
     return dropout(x, step, ranks.rank)
 
 
 def bind_dropout(dropout: Dropout, step: int | None, ranks: Ranks) -> Callable[[Tensor], Tensor]:
-    """The dropout as a function of the tensor only."""
+    """Return the dropout as a function of the tensor only."""
     return functools.partial(dropout, step=step, rank=ranks.rank)
 
 
 def dropout_of(model: Any, path: str, layer: str, number: int) -> Dropout:
-    """A dropout of a layer that corresponds to the module at ``path``.
+    """Make a dropout of a layer, with the probability that the model has for it.
+
+    Args:
+        model: The user's model.
+        path: Path of the layer's module.
+        layer: Name of the layer.
+        number: Index of the dropout in the layer.
 
     Raises:
-        UserError: the probability is not determined by the ``nn.Dropout`` modules of the model.
+        UserError: The ``nn.Dropout`` modules of the model do not determine the probability.
     """
     names = path.split(".")
     for end in range(len(names), -1, -1):
@@ -79,8 +85,8 @@ def dropout_of(model: Any, path: str, layer: str, number: int) -> Dropout:
         if len(set(found.values())) == 1:
             return Dropout(float(next(iter(found.values()))), layer, number)
         if found:
-            several = ", ".join(f"{name} ({p:g})" for name, p in sorted(found.items()))
-            raise UserError(f"the probability of its dropout is ambiguous: {several}; they should be equal")
+            probabilities = ", ".join(f"{name} ({p:g})" for name, p in sorted(found.items()))
+            raise UserError(f"the probability of its dropout is ambiguous: {probabilities}; they should be equal")
     raise UserError("it has a dropout, but no nn.Dropout of the model gives its probability")
 
 
@@ -88,7 +94,7 @@ def check_dropouts(module: Any, graph: LayerGraph) -> None:
     """Check that the graph contains dropouts if the model does.
 
     Raises:
-        UserError: the model has dropouts and the graph has none.
+        UserError: The model has dropouts, and the graph has none.
     """
     if any("dropout" in layer.epilogue or kind_of(layer.kind).drops_elements(layer) for layer in graph.layers):
         return
@@ -96,5 +102,5 @@ def check_dropouts(module: Any, graph: LayerGraph) -> None:
     for path, part in module.named_modules():
         if isinstance(part, flow.nn.Dropout) and part.p > 0 and not path.startswith(opaque or ("\0",)):
             raise UserError(
-                f"the plan's model drops nothing, this one's {path} drops with p = {part.p}: plan the model itself, or set p to 0"
+                f"the plan was made without dropout, but {path} has p = {part.p}: plan this model again, or set p to 0"
             )

@@ -1,6 +1,7 @@
-"""What the user's modules say and a layer graph does not: each fact is looked up once, when a layer is made ready.
+"""Reads properties of the user's modules that a layer graph does not contain.
 
-function(model, path, ...)          ``path`` is that of the module that the layer stands for
+The statements of a layer refer to these functions (`statements.Fact`). They are called once, when the layer is built:
+``function(model, path, ...)``, where ``path`` is the path of the layer's module.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Tensor = Any
 
 
 def find_module(module: Any, path: str) -> Any:
-    """The submodule at a path; None where there is none."""
+    """Return the submodule at a path, or None if there is none."""
     for part in path.split(".") if path else []:
         module = getattr(module, "_modules", {}).get(part)
         if module is None:
@@ -28,7 +29,11 @@ def find_module(module: Any, path: str) -> Any:
 
 
 def module_at(module: Any, path: str) -> Any:
-    """The submodule at a path."""
+    """Return the submodule at a path.
+
+    Raises:
+        UserError: The model has no such submodule.
+    """
     found = find_module(module, path)
     if found is None:
         raise UserError(f"the model has no module {path!r}")
@@ -36,16 +41,31 @@ def module_at(module: Any, path: str) -> Any:
 
 
 def eps_of(model: Any, path: str) -> float:
-    """What a norm adds to the variance."""
+    """Return the number that a norm adds to the variance.
+
+    Raises:
+        UserError: The module has no such attribute.
+    """
     module = module_at(model, path)
     for name in ("eps", "variance_epsilon", "epsilon"):
         if isinstance(getattr(module, name, None), (int, float)):
             return float(getattr(module, name))
-    raise UserError(f"{type(module).__name__} has no eps, which its norm should have")
+    raise UserError(
+        f"{type(module).__name__} has no attribute eps, variance_epsilon or epsilon; a norm should have one"
+    )
 
 
 def angles_of(model: Any, path: str, rows: int, head_dim: int) -> tuple[Tensor, Tensor] | None:
-    """Angles of rotary positions, where the attention's module or the nearest one around it that has it says their base."""
+    """Return the cosine and sine of rotary angles, or None if no module defines a base.
+
+    The base is read from the attention module or its nearest parent that defines it.
+
+    Args:
+        model: The user's model.
+        path: Path of the attention module.
+        rows: Number of positions.
+        head_dim: Features per head.
+    """
     names = path.split(".")
     for end in range(len(names), -1, -1):
         module = find_module(model, ".".join(names[:end]))
@@ -57,27 +77,35 @@ def angles_of(model: Any, path: str, rows: int, head_dim: int) -> tuple[Tensor, 
 
 
 def convolution_options(model: Any, path: str) -> dict[str, Any]:
-    """How a convolution is done."""
+    """Return the stride, padding, dilation and groups of a Conv2d.
+
+    Raises:
+        UserError: Its padding mode is not supported.
+    """
     module = module_at(model, path)
     if getattr(module, "padding_mode", "zeros") != "zeros":
-        raise UserError(f"padding_mode {module.padding_mode!r} cannot be run, should be 'zeros'")
+        raise UserError(f"padding_mode {module.padding_mode!r} is not supported, should be 'zeros'")
     return {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
 
 
 def check_table(model: Any, path: str) -> None:
-    """Whether an embedding is a plain one."""
+    """Check that an embedding uses none of the unsupported options.
+
+    Raises:
+        UserError: It has a padding index, a maximal norm, or gradients scaled by frequency.
+    """
     module = module_at(model, path)
     for name, plain in (("padding_idx", None), ("max_norm", None), ("scale_grad_by_freq", False)):
         if getattr(module, name, plain) not in (plain, False):
-            raise UserError(f"{name} = {getattr(module, name)} cannot be run, should be {plain}")
+            raise UserError(f"{name} = {getattr(module, name)} is not supported, should be {plain}")
 
 
 class OwnModule:
-    """A copy of one of the model's modules, to be run with parameters that it is given.
+    """A copy of one of the model's modules, which runs with other tensors as its parameters.
 
     Attributes:
-        module: the copy.
-        places: for each parameter the module that has it, and its name there.
+        module: The copy.
+        places: For each parameter, the submodule that has it, and its name there.
     """
 
     def __init__(self, module: Any, parameters: Sequence[str] = ()):
@@ -89,12 +117,22 @@ class OwnModule:
 
 
 def own_module(model: Any, path: str, parameters: Sequence[str], num_slices: int) -> OwnModule:
-    """The module at a path, which runs on one of ``num_slices`` slices of the samples."""
+    """Return a copy of the module at a path.
+
+    Args:
+        model: The user's model.
+        path: Path of the module.
+        parameters: Paths of its parameters, relative to the module.
+        num_slices: Number of slices of the samples. Each rank runs the module on one slice.
+
+    Raises:
+        UserError: The module has a BatchNorm, and the samples are split.
+    """
     own = OwnModule(module_at(model, path), parameters)
     norms = [name for name, part in own.module.named_modules() if "BatchNorm" in type(part).__name__]
     if norms and num_slices > 1:
         raise UserError(
-            f"the BatchNorm {norms[0] or 'that it is'} needs statistics of all samples, which are on {num_slices} ranks; "
-            "another norm would do"
+            f"BatchNorm{' ' + norms[0] if norms[0] else ''} needs the statistics of all samples, which are split over "
+            f"{num_slices} ranks; use a norm that does not mix samples"
         )
     return own

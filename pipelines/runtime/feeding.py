@@ -1,4 +1,4 @@
-"""Which of a model's inputs each of its layers reads."""
+"""Determines which input of the model each input layer reads. An input layer is a layer without producers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ __all__ = ["feeds_of", "inputs_of"]
 
 
 def feeds_of(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Which input each layer that reads the data itself reads: what the user says, else in order.
+    """Map each input layer to the index of its model input: `given`, else the default.
 
-    Tables that are looked up after the first one without an input of their own (token types) read zeros, as models do.
+    The default of the first input layer is input 0. Further embeddings (of token types) read zeros by default, which is None.
+
+    Args:
+        graph: The layer graph.
+        given: The user's indices of inputs, by layer name. None: zeros.
 
     Raises:
-        UserError: a layer that is given an input reads none, or it is not clear which one a layer reads.
+        UserError: ``given`` names a layer that is not an input layer, or an input layer has no default.
     """
     readers = graph.data_readers
     for name in given:
         if name not in {layer.name for layer in readers}:
             names = ", ".join(layer.name for layer in readers)
-            raise UserError(f"layer {name!r} reads no input of the model; these do: {names}")
+            raise UserError(f"layer {name!r} reads no input of the model; the layers that do are {names}")
     feeds: dict[str, int | None] = {}
     for number, layer in enumerate(readers):
         feeds[layer.name] = given.get(layer.name, 0 if number == 0 else None)
         if number and layer.name not in given and not kind_of(layer.kind).is_lookup:
             raise UserError(
-                f"{layer.describe()}: it is not clear which input it reads; give feeds={{{layer.name!r}: NUMBER}}"
+                f"{layer.describe()}: the model input that it reads is ambiguous; give feeds={{{layer.name!r}: INDEX}}"
             )
     return feeds
 
@@ -39,17 +43,22 @@ def feeds_of(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, in
 def inputs_of(
     graph: LayerGraph, feeds: Mapping[str, int | None], arrays: Sequence[np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """What each of these layers reads, of the model's inputs.
+    """Return the array that each input layer reads.
+
+    Args:
+        graph: The layer graph.
+        feeds: Index of the model input of each input layer, from `feeds_of`.
+        arrays: The inputs of the model.
 
     Raises:
-        UserError: there are not as many inputs.
+        UserError: An index is not less than the number of inputs.
     """
     inputs = {}
-    for name, which in feeds.items():
-        if which is None:
+    for name, index in feeds.items():
+        if index is None:
             inputs[name] = np.zeros((len(arrays[0]), *graph[name].input_shape), dtype=np.int64)
-        elif which >= len(arrays):
-            raise UserError(f"{graph[name].describe()}: reads input {which}, but there are {len(arrays)}")
+        elif index >= len(arrays):
+            raise UserError(f"{graph[name].describe()}: reads input {index}, but there are {len(arrays)}")
         else:
-            inputs[name] = arrays[which]
+            inputs[name] = arrays[index]
     return inputs

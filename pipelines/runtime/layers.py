@@ -1,6 +1,6 @@
-"""Execution of layers: runs the statements of :mod:`statements`.
+"""Executes the statements of layers (:mod:`statements`).
 
-body(inputs, weights, batch) -> output        weights in the order of ``parameter_layouts``
+A layer becomes a function ``body(inputs, weights, batch) -> output``, with the weights in the order of ``parameter_layouts``.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def build_body(setting: LayerSetting) -> Body:
-    """The function that runs a layer.
+    """Return the function that runs a layer.
 
     Raises:
-        UserError: the layer or its module cannot be run under its strategy; the layer is named.
+        UserError: The layer or its module cannot be run under its strategy. The message names the layer.
     """
     layer = setting.layer
     program = layer_program(setting.graph, layer, setting.strategy, setting.recompute)
     try:
         for check in program.checks:
-            _fact(check, setting)
+            _read_fact(check, setting)
         compiled = [_compile(statement, setting) for statement in program.statements]
     except UserError as error:
         raise UserError(f"{layer.describe()}: {error}") from error
 
     def body(inputs: Sequence[Tensor], weights: Weights, batch: Batch) -> Tensor:
         if batch.targets is None and needs_targets:
-            raise UserError(f"{layer.describe()}: it has no targets; the last argument should be the targets")
+            raise UserError(f"{layer.describe()}: it needs targets; the last argument should be the targets")
         variables = {
             "ranks": setting.stepper,
             "data": batch.inputs.get(layer.name),
@@ -105,8 +105,8 @@ def build_body(setting: LayerSetting) -> Body:
             **dict(zip(program.weights, weights)),
         }
         try:
-            for run in compiled:
-                run(variables)
+            for execute in compiled:
+                execute(variables)
         except UserError as error:
             raise UserError(f"{layer.describe()}: {error}") from error
         return variables["x"]
@@ -116,22 +116,22 @@ def build_body(setting: LayerSetting) -> Body:
 
 
 def _compile(statement: Statement, setting: LayerSetting) -> Callable[[Variables], None]:
-    """A function that executes a statement on variables."""
+    """Return a function that executes a statement on a dictionary of variables."""
     if isinstance(statement, Call):
         return _compile_call(statement, setting)
     body = [_compile_call(call, setting) for call in statement.body]
     tensors = statement.tensors
-    others = set().union(*map(_names_in, statement.body)) - set(tensors)
+    other_names = set().union(*map(_names_in, statement.body)) - set(tensors)
 
     def run(variables: Variables) -> None:
         # Capture only the variables that the body reads: the backward pass keeps them alive.
-        known = {name: variables[name] for name in others if name in variables}
+        captured = {name: variables[name] for name in other_names if name in variables}
 
         def recompute(*values: Tensor) -> Tensor:
-            own = {**known, **dict(zip(tensors, values))}
+            local_variables = {**captured, **dict(zip(tensors, values))}
             for call in body:
-                call(own)
-            return own["x"]
+                call(local_variables)
+            return local_variables["x"]
 
         variables["x"] = checkpoint(recompute, *(variables[name] for name in tensors))
 
@@ -140,46 +140,49 @@ def _compile(statement: Statement, setting: LayerSetting) -> Callable[[Variables
 
 def _compile_call(call: Call, setting: LayerSetting) -> Callable[[Variables], None]:
     function = _function(call.function, setting)
-    arguments = _with_facts(list(call.arguments), setting)
-    options = {name: _with_facts(value, setting) for name, value in call.options.items()}
+    arguments = _read_facts(list(call.arguments), setting)
+    options = {name: _read_facts(value, setting) for name, value in call.options.items()}
 
     def run(variables: Variables) -> None:
-        found = function(
-            *(_substituted(value, variables) for value in arguments),
-            **{name: _substituted(value, variables) for name, value in options.items()},
+        result = function(
+            *(_substitute(value, variables) for value in arguments),
+            **{name: _substitute(value, variables) for name, value in options.items()},
         )
-        variables.update(zip(call.result, found) if len(call.result) > 1 else [(call.result[0], found)])
+        variables.update(zip(call.result, result) if len(call.result) > 1 else [(call.result[0], result)])
 
     return run
 
 
 def _function(name: str, setting: LayerSetting) -> Callable[..., Any]:
-    owner, _, own = name.rpartition(".")
+    """Return the function that a statement names."""
+    owner, _, attribute = name.rpartition(".")
     owners = {"ranks": setting.stepper, "flow": flow, "functional": flow.nn.functional}
     if owner:
-        return getattr(owners[owner], own)  # type: ignore[no-any-return]
+        return getattr(owners[owner], attribute)  # type: ignore[no-any-return]
     return _FUNCTIONS.get(name) or registered_functions()[name]
 
 
-def _fact(fact: Fact, setting: LayerSetting) -> Any:
+def _read_fact(fact: Fact, setting: LayerSetting) -> Any:
     function = dropout_of if fact.function == "dropout_of" else getattr(facts, fact.function)
     return function(setting.module, fact.path, *fact.arguments)
 
 
-def _with_facts(value: Any, setting: LayerSetting) -> Any:
+def _read_facts(value: Any, setting: LayerSetting) -> Any:
+    """Replace facts by their values, also inside lists."""
     if isinstance(value, list):
-        return [_with_facts(part, setting) for part in value]
-    return _fact(value, setting) if isinstance(value, Fact) else value
+        return [_read_facts(part, setting) for part in value]
+    return _read_fact(value, setting) if isinstance(value, Fact) else value
 
 
-def _substituted(value: Any, variables: Variables) -> Any:
+def _substitute(value: Any, variables: Variables) -> Any:
+    """Replace names by the values of their variables, also inside lists."""
     if isinstance(value, Name):
         return variables[value.text]
-    return [_substituted(part, variables) for part in value] if isinstance(value, list) else value
+    return [_substitute(part, variables) for part in value] if isinstance(value, list) else value
 
 
 def _names_in(value: Any) -> set[str]:
-    """The variables that a statement reads or makes."""
+    """Return the variables that a statement reads or assigns."""
     if isinstance(value, Name):
         return {value.text}
     if isinstance(value, Call):

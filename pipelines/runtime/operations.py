@@ -1,6 +1,6 @@
-"""The functions that statements of layers call (:mod:`statements`), of local tensors, plain numbers and the `Ranks`.
+"""The functions that the statements of layers call (:mod:`statements`). Their arguments are local tensors, numbers and the `Ranks`.
 
-Activations are (samples, rows, features), images (samples, 1, all elements). Exported files contain these definitions unchanged.
+Activations are (samples, rows, features), and images (samples, 1, all elements). Exported files contain these definitions.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Tensor = Any
 
 
 def data(array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered: bool = False) -> Tensor:
-    """This rank's samples of an input of the model, or of targets: (samples, rows, features).
+    """Return this rank's part of an input of the model: (samples, rows, features).
 
     Args:
-        array: all samples.
-        layout: distribution of the samples and features.
-        ranks: the ranks.
-        rows: of a sample.
-        is_gathered: whether to return the features that an all-gather over p1 would return, not only the rank's block.
+        array: Samples of all ranks.
+        layout: Distribution of the samples and features.
+        ranks: The ranks.
+        rows: Rows per sample.
+        is_gathered: Whether to return the features that an all-gather over p1 would return, not only the rank's block.
     """
     own = layout.samples(array, ranks.rank).reshape(-1, rows, array.size // len(array) // rows)
     columns = _data_columns(layout, own.shape[-1], is_gathered, ranks.rank)
@@ -69,12 +69,12 @@ def _data_columns(layout: Layout, features: int, is_gathered: bool, rank: int) -
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x W', W being (out, in)."""
+    """Multiply by the transposed weight: x (..., in), weight (out, in), result (..., out)."""
     return flow.matmul(x, weight, transpose_b=True)
 
 
 def concat_grouped(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """The rows of several weights (or biases) as one, interleaved in groups: ``widths`` rows of each in turn."""
+    """Concatenate the rows of several weights (or biases), interleaved in groups of ``widths[i]`` rows of part i."""
     others = parts[0].shape[1:]
     grouped = [part.reshape(part.shape[0] // width, width, *others) for part, width in zip(parts, widths)]
     return flow.cat(grouped, dim=1).reshape(-1, *others)
@@ -83,7 +83,16 @@ def concat_grouped(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 def summa_product(
     x: Tensor, weight: Tensor, rows: Sequence[Axis], columns: Sequence[Axis], ranks: Ranks, is_first: bool
 ) -> Tensor:
-    """x W' with both operands gathered (x over ``columns``, W over ``rows``); only their shards are kept for the backward."""
+    """Multiply by the transposed weight after all-gathering both operands (SUMMA). The backward pass gathers their shards again.
+
+    Args:
+        x: This rank's shard of the input.
+        weight: This rank's shard of the weight.
+        rows: Mesh axes over which the weight is gathered.
+        columns: Mesh axes over which the input is gathered.
+        ranks: The ranks.
+        is_first: Whether the input is data, which needs no gradient.
+    """
 
     def forward(ctx: Any, *_: Tensor) -> Tensor:
         whole = ranks.gather(detached(x), columns, 2)
@@ -103,7 +112,19 @@ def summa_product(
 
 
 def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, vocabulary: int, rows: int) -> Tensor:
-    """The rows of the table for this rank's tokens; zeros for rows on other ranks."""
+    """Return the rows of an embedding table for this rank's tokens; zeros for rows that other ranks hold.
+
+    Args:
+        tokens: Tokens of all ranks.
+        table: This rank's part of the table.
+        layout: Distribution of the table.
+        ranks: The ranks.
+        vocabulary: Number of rows of the whole table.
+        rows: Tokens per sample.
+
+    Raises:
+        UserError: A token is not a row of the table.
+    """
     own = layout.samples(tokens, ranks.rank).reshape(-1, rows)
     if own.size and not 0 <= own.min() <= own.max() < vocabulary:
         wrong = own.min() if own.min() < 0 else own.max()
@@ -117,7 +138,7 @@ def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, voca
 
 @functools.cache
 def _token_places(layout: Layout, vocabulary: int, rank: int) -> np.ndarray:
-    """The row of each token in a rank's part of the table; -1 if it is on another rank."""
+    """Return the row of each token in a rank's part of the table, or -1 if another rank holds it."""
     held = table_rows(vocabulary, layout)[rank]
     places = np.full(vocabulary, -1, dtype=np.int64)
     places[held] = np.arange(len(held))
@@ -128,20 +149,29 @@ def _token_places(layout: Layout, vocabulary: int, rank: int) -> np.ndarray:
 
 
 def positions(table: Tensor, num_samples: int, layout: Layout, rows: int) -> Tensor:
-    """The first ``rows`` rows of the table, for each of this rank's samples."""
+    """Return the first ``rows`` rows of the position table, repeated for each of this rank's samples."""
     table = table.reshape(-1, table.shape[-1])[:rows].unsqueeze(0)
     own = num_samples // prod(axis.size for axis in layout.axes(0))
     return table.expand(own, rows, table.shape[2])
 
 
 def concat_heads(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """q, k and v of several tensors, concatenated within each group of heads, as attention expects them."""
+    """Concatenate q, k and v within each group of heads, in the order that attention expects."""
     x = flow.cat([part.reshape(*part.shape[:2], groups, -1) for part in parts], dim=3)
     return x.reshape(*x.shape[:2], -1)
 
 
 def normalised(x: Tensor, features: int, is_centred: bool, eps: float, axes: Sequence[Axis], ranks: Ranks) -> Tensor:
-    """(x - mean) / deviation, or x / root mean square, over all ``features``, which are split over ``axes``."""
+    """Normalise over the features: (x - mean) / deviation, or x / root mean square.
+
+    Args:
+        x: This rank's features.
+        features: Number of features on all ranks.
+        is_centred: Whether the mean is subtracted.
+        eps: Number that is added to the variance.
+        axes: Mesh axes that split the features.
+        ranks: The ranks.
+    """
     width = x.shape[-1]
     if is_centred and not axes:
         if x.is_cuda:
@@ -164,7 +194,7 @@ def normalised(x: Tensor, features: int, is_centred: bool, eps: float, axes: Seq
 def convolve(
     x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]
 ) -> Tensor:
-    """A convolution of this rank's images of ``shape``."""
+    """Convolve this rank's images of ``shape`` (channels, height, width)."""
     y = functional.conv2d(x.reshape(-1, *shape), weight, bias, **options)
     return y.reshape(y.shape[0], 1, -1)
 
@@ -172,7 +202,18 @@ def convolve(
 def run_module(
     own: Any, inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]], weights: Sequence[Tensor], training: bool
 ) -> Tensor:
-    """The output of a user's module (`facts.OwnModule`) for whole samples of these shapes, with these parameters."""
+    """Run one of the user's modules (`facts.OwnModule`) on whole samples.
+
+    Args:
+        own: The module.
+        inputs: Inputs of the module.
+        shapes: Shape of a sample of each input, as the module expects it.
+        weights: Values of the module's parameters.
+        training: Whether the module runs in training mode.
+
+    Raises:
+        UserError: The module does not return one tensor.
+    """
     own.module.train(training)
     for (owner, name), weight in zip(own.places, weights):
         # Plain tensors replace parameters: gradients flow to the tensors that the weights are computed from.
@@ -189,7 +230,7 @@ def run_module(
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation."""
+    """GELU with the tanh approximation."""
     return 0.5 * x * (1.0 + flow.tanh(sqrt(2.0 / pi) * (x + 0.044715 * x * x * x)))
 
 
@@ -199,13 +240,13 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def split_gate(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gate and the factor of a gated unit, which alternate along the features."""
+    """Return the gate and the factor of a gated unit, which alternate along the features."""
     pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     return pairs[..., 0], pairs[..., 1]
 
 
 def checkpoint(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``function(*tensors)``, of which only the inputs are kept: the backward pass runs it again first."""
+    """Return ``function(*tensors)`` and keep only the tensors. The backward pass runs the function again."""
     needed = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if not needed or not flow.is_grad_enabled():
         return function(*tensors)

@@ -1,4 +1,4 @@
-"""Samples to train on: passages of a text, and random ones like an example. Needs no OneFlow; exported files have these too."""
+"""Training samples: passages of a text, and random samples like an example. Needs no OneFlow. Exported files contain this code."""
 
 from __future__ import annotations
 
@@ -9,32 +9,52 @@ import numpy as np
 
 __all__ = ["MASK", "TextTask", "following_bytes", "like", "masked_bytes", "text_task"]
 
-#: The token behind all bytes.
+#: The token of masked bytes: the first number that is not a byte.
 MASK = 256
 _MASKED_SHARE = 0.15
-_NOT_COUNTED = -100  # a target that cross entropy leaves out
+_IGNORED_TARGET = -100  # cross entropy ignores these targets
 
 
 def following_bytes(
     rng: np.random.Generator, text: np.ndarray, samples: int, rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Passages of a text, given as its bytes, and the bytes that follow them: (samples, rows) each."""
+    """Draw passages of a text, and the byte that follows each of their bytes.
+
+    Args:
+        rng: Random generator.
+        text: The bytes of the text.
+        samples: Number of passages.
+        rows: Bytes per passage.
+
+    Returns:
+        Inputs and targets, each (samples, rows).
+    """
     tokens = passages(rng, text, samples, rows + 1)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def masked_bytes(rng: np.random.Generator, text: np.ndarray, samples: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Passages with 15 % of their bytes masked, and targets of which only these count.
+    """Draw passages of which 15 % of the bytes are to be predicted, as in BERT.
 
-    As many in every row, so that rows count alike. Of these 80 % are the mask, 10 % any byte and 10 % as they were.
+    Of these bytes 80 % are replaced by `MASK`, 10 % by a random byte, and 10 % are unchanged. Every passage has the same number of
+    them, so that all passages have the same weight in the loss. The other targets are ignored by cross entropy.
+
+    Args:
+        rng: Random generator.
+        text: The bytes of the text.
+        samples: Number of passages.
+        rows: Bytes per passage.
+
+    Returns:
+        Inputs and targets, each (samples, rows).
     """
     tokens = passages(rng, text, samples, rows)
     order = rng.random(tokens.shape).argsort(axis=1)
     chosen = order < max(1, round(_MASKED_SHARE * rows))
-    luck = rng.random(tokens.shape)
-    others = rng.integers(0, MASK, tokens.shape)
-    inputs = np.where(chosen & (luck < 0.8), MASK, np.where(chosen & (luck >= 0.9), others, tokens))
-    return inputs, np.where(chosen, tokens, _NOT_COUNTED)
+    draws = rng.random(tokens.shape)
+    random_bytes = rng.integers(0, MASK, tokens.shape)
+    inputs = np.where(chosen & (draws < 0.8), MASK, np.where(chosen & (draws >= 0.9), random_bytes, tokens))
+    return inputs, np.where(chosen, tokens, _IGNORED_TARGET)
 
 
 class TextTask(NamedTuple):
@@ -55,13 +75,13 @@ def text_task(family: str) -> TextTask:
 
 
 def passages(rng: np.random.Generator, text: np.ndarray, samples: int, length: int) -> np.ndarray:
-    """(samples, length): bytes at random places of a text."""
+    """Draw passages at random places of a text: (samples, length)."""
     begins = rng.integers(0, len(text) - length + 1, samples)
     return np.stack([text[begin : begin + length] for begin in begins]).astype(np.int64)
 
 
 def like(example: np.ndarray, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-    """Random samples in the range of an example's: normal with its mean and deviation, or integers between its extremes."""
+    """Draw random samples that resemble an example: normal with its mean and deviation, or integers between its extremes."""
     shape = (num_samples, *example.shape[1:])
     if np.issubdtype(example.dtype, np.floating):
         return (example.mean() + example.std() * rng.standard_normal(shape)).astype(example.dtype)

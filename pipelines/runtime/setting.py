@@ -1,4 +1,4 @@
-"""What a layer is built from, and what it is given when it runs."""
+"""`LayerSetting`, which a layer is built from, and `Batch`, which it reads when it runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Batch", "LayerSetting"]
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of all ranks, the same on every rank.
+    """One micro-batch of all ranks, which is the same on every rank.
 
     Attributes:
-        inputs: for each layer that reads the data itself, what it reads (samples in front).
-        targets: what the loss compares with; None where the model ends without one.
-        num_samples: in all.
-        step: counts training passes (dropout draws by it); None outside of training.
+        inputs: The array that each input layer reads, by layer name; the first dimension is the samples.
+        targets: Targets of the loss; None if the model has no loss.
+        num_samples: Number of samples of all ranks.
+        step: Number of the training pass, which seeds the dropouts; None in evaluation.
     """
 
     inputs: Mapping[str, np.ndarray]
@@ -35,13 +35,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class LayerSetting:
-    """A layer at its strategy, on this rank.
+    """A layer under its strategy, on this rank.
 
     Attributes:
-        graph, layer, strategy: what is to be run.
-        stepper: the ranks.
-        module: the user's model.
-        recompute: whether only the evenly split input is kept for the backward pass.
+        graph: The layer graph.
+        layer: The layer.
+        strategy: The strategy of the layer.
+        stepper: The ranks.
+        module: The user's model.
+        recompute: Whether only the evenly split input is kept for the backward pass.
     """
 
     graph: LayerGraph
@@ -53,5 +55,5 @@ class LayerSetting:
 
     @property
     def num_parts(self) -> int:
-        """Into how many blocks the features are cut."""
+        """Number of blocks that the features are split into."""
         return self.strategy.p1 * self.strategy.p2

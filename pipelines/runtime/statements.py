@@ -70,12 +70,18 @@ EPILOGUES: Mapping[str, str] = {
 class Name:
     """A variable.
 
-    In addition to the results of statements and the layer's weights there are ``x`` and ``input_1``, ... (the inputs of the layer),
-    ``data`` (for a layer without producers: its array of the model's input) and ``targets``, both whole arrays, ``num_samples`` (of
-    all ranks), ``step`` (the number of the pass; None: not training), ``training``, and ``ranks``.
+    Statements may use their results, the layer's weights, and these variables:
+
+    - ``x``, ``input_1``, ...: the inputs of the layer.
+    - ``data``: the array of the model's input that a layer without producers reads, with the samples of all ranks.
+    - ``targets``: the array of targets, with the samples of all ranks.
+    - ``num_samples``: the number of samples of all ranks.
+    - ``step``: the number of the training pass; None in evaluation.
+    - ``training``: whether the pass is a training pass.
+    - ``ranks``: the `Ranks`.
 
     Attributes:
-        text: its name.
+        text: The name of the variable.
     """
 
     text: str
@@ -83,13 +89,13 @@ class Name:
 
 @dataclass(frozen=True)
 class Fact:
-    """A property of the user's model that the graph lacks, looked up once.
+    """A property of the user's model that the layer graph does not contain. It is read once, when the layer is built.
 
     Attributes:
-        name: of the value, for exported files.
-        function: of :mod:`facts`, called as ``function(model, path, *arguments)``.
-        path: of the module.
-        arguments: further arguments.
+        name: Name of the value in exported files.
+        function: Name of a function of :mod:`facts`, called as ``function(model, path, *arguments)``.
+        path: Path of the module.
+        arguments: Further arguments of the function.
     """
 
     name: str
@@ -103,12 +109,12 @@ class Call:
     """``result = function(*arguments, **options)``.
 
     Attributes:
-        function: a name, see the module's docstring.
-        arguments: names, facts, mesh axes, layouts, numbers, and sequences of them.
-        options: keyword arguments, likewise.
-        result: the variables that are assigned.
-        num_steps: number of the layer's priced steps that it executes.
-        computes: whether the layer's compute time is the time of this call.
+        function: Name of the function; see the module's docstring.
+        arguments: Names, facts, mesh axes, layouts, numbers, and sequences of them.
+        options: Keyword arguments, with the same kinds of values.
+        result: Names of the variables that are assigned.
+        num_steps: Number of the layer's priced steps that the call executes.
+        computes: Whether the layer's compute time is the time of this call.
     """
 
     function: str
@@ -124,8 +130,8 @@ class Repeated:
     """``x = body(tensors)`` with recomputation: only the tensors are kept, and the backward pass runs the body again.
 
     Attributes:
-        tensors: variables that are kept.
-        body: calls that assign ``x``.
+        tensors: Names of the variables that are kept.
+        body: The calls, which assign ``x``.
     """
 
     tensors: tuple[str, ...]
@@ -140,9 +146,9 @@ class LayerProgram:
     """The program of a layer.
 
     Attributes:
-        weights: the variables of its parameters, in the order of :func:`kinds.registry.parameter_layouts`.
-        statements: in order; they assign the layer's output to ``x``.
-        checks: facts that are looked up to check that the layer can be run.
+        weights: Names of the variables of its parameters, in the order of :func:`kinds.registry.parameter_layouts`.
+        statements: The statements in order. They assign the layer's output to ``x``.
+        checks: Facts that are read when the layer is built, to check that the layer can be run.
     """
 
     weights: tuple[str, ...]
@@ -158,10 +164,10 @@ class LayerContext:
     """A layer under its strategy, from which its program is built.
 
     Attributes:
-        graph: the layer's graph.
-        layer: a layer of the graph.
-        strategy: of the layer.
-        recompute: whether only evenly split inputs are kept for the backward pass.
+        graph: The layer graph.
+        layer: A layer of the graph.
+        strategy: The strategy of the layer.
+        recompute: Whether only evenly split inputs are kept for the backward pass.
     """
 
     graph: LayerGraph
@@ -179,38 +185,41 @@ class LayerContext:
 
     @property
     def path(self) -> str:
-        """Path of the layer's module; of the first one if it has several."""
+        """Path of the layer's module, or of its first module if it has several."""
         return self.layer.modules[0] if self.layer.modules else self.layer.name
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Variables for at most a weight and a bias."""
+        """Names of the variables of a weight and a bias, as far as the layer has them."""
         return ("weight", "bias")[: len(self.layer.parameters)]
 
     def fact(self, name: str, function: str, *arguments: Any) -> Fact:
         return Fact(name, function, self.path, arguments)
 
     def input_data(self, rows: int, is_gathered: bool = False) -> list[Call]:
-        """The statement that loads the model's input, for a layer without producers."""
+        """Return the statement that loads the model's input if the layer has no producers, else no statement."""
         if self.producers:
             return []
         options = {"rows": rows, **({"is_gathered": True} if is_gathered else {})}
         return [Call("data", (DATA, self.layout, RANKS), options)]
 
     def recomputable(self, tensors: Sequence[str], body: Sequence[Call]) -> list[Statement]:
-        """The body, as a `Repeated` if the layer is recomputed."""
+        """Return the body, inside a `Repeated` if the layer is recomputed."""
         return [Repeated(tuple(tensors), tuple(body))] if self.recompute else list(body)
 
 
 def along(collective: str, axis: Any) -> Call:
-    """A collective that is one of the layer's priced steps."""
+    """Return the call of a collective along the features, which is one of the layer's priced steps."""
     return Call(f"ranks.{collective}", (X,), {"axis": axis, "dim": 2}, num_steps=1)
 
 
 def epilogue(context: LayerContext) -> list[Call]:
-    """Element-wise operations after a layer, on its evenly split output.
+    """Return the calls of the element-wise operations after a layer, on its evenly split output.
 
-    A gate ("mul") halves the features: gate and factor alternate, and operations before it apply to the gate.
+    A gate (``mul``) halves the features. Gate and factor alternate along the features. Operations before ``mul`` apply to the gate.
+
+    Raises:
+        UserError: An operation is not supported.
     """
     layer = context.layer
     operations = [operation for operation in layer.epilogue if operation not in LOSSES]
@@ -225,7 +234,8 @@ def epilogue(context: LayerContext) -> list[Call]:
             calls.append(Call("apply_dropout", (X, dropout, Name("step"), RANKS)))
         elif operation not in EPILOGUES:
             raise UserError(
-                f"{layer.describe()}: {operation!r} behind it cannot be run, known are {', '.join(EPILOGUES)}, mul and dropout"
+                f"{layer.describe()}: the operation {operation!r} after it is not supported; "
+                f"supported are {', '.join(EPILOGUES)}, mul and dropout"
             )
         elif EPILOGUES[operation]:
             calls.append(Call(EPILOGUES[operation], (X,)))

@@ -1,8 +1,8 @@
-"""The ranks that run a model or a stage of one, and the collectives between them.
+"""The ranks of a model or of a stage, and the collectives between them.
 
-`Ranks` is all that a model needs, in an exported file too.  A `Stepper` can keep a log of the steps that really ran, forward and
-backward, with the bytes of the tensors that they ran on: they are to be the steps that :mod:`autoddl.costmodel.layerwork` and
-:mod:`autoddl.costmodel.redistribution` list, which are priced.
+`Ranks` is the part that running a model needs; exported files contain it. `Stepper` can also log the communication steps that run
+in the forward and backward pass, with the bytes of their tensors. Verification compares this log with the priced steps, which
+:mod:`autoddl.costmodel.layerwork` and :mod:`autoddl.costmodel.redistribution` list.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ Tensor = Any
 
 
 def num_bytes(x: Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 
 class Ranks:
     """The ranks ``first_rank`` to ``first_rank + num_ranks - 1`` of the job, counted from 0, and their collectives.
 
-    Tensors are local. Everything is differentiable: the backward pass runs the adjoint of each collective, which sends as much.
-    All ranks call, in the same order.
+    Tensors are local. Every collective is differentiable. Its backward pass is the adjoint collective, which sends the same number
+    of bytes. All ranks must call the same methods in the same order.
+
+    Args:
+        num_ranks: Number of ranks.
+        first_rank: The lowest rank in the job.
     """
 
     def __init__(self, num_ranks: int, first_rank: int = 0):
@@ -47,15 +51,15 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This process's rank, counted from the first one."""
+        """The rank of this process, relative to ``first_rank``."""
         return flow.env.get_rank() - self.first_rank
 
     def axis(self, axis: Axis) -> RankAxis:
-        """A mesh axis as the collectives of the job know it."""
+        """Convert a mesh axis of these ranks to an axis of the ranks of the job."""
         return RankAxis(axis.size, axis.stride, self.num_ranks, self.first_rank)
 
     def mesh(self, *lengths: int) -> Any:
-        """The placement of all ranks in their order, on mesh axes of these lengths."""
+        """Return OneFlow's placement of these ranks, in ascending order, on a mesh with axes of these lengths."""
         ranks = np.arange(self.first_rank, self.first_rank + self.num_ranks)
         return flow.placement("cpu", ranks.reshape(lengths or (self.num_ranks,)).tolist())
 
@@ -63,50 +67,56 @@ class Ranks:
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
         """S(dim) -> B: each rank sends (p - 1) / p of the output."""
-        return all_gather(self._noted(x, "all-gather", axis, axis.size), self.axis(axis), dim)
+        return all_gather(self._before_collective(x, "all-gather", axis, axis.size), self.axis(axis), dim)
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
         """P -> S(dim): each rank sends (p - 1) / p of the input."""
-        return reduce_scatter(self._noted(x, "reduce-scatter", axis), self.axis(axis), dim)
+        return reduce_scatter(self._before_collective(x, "reduce-scatter", axis), self.axis(axis), dim)
 
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """P -> B: each rank sends 2 (p - 1) / p of the tensor."""
-        return all_reduce(self._noted(x, "all-reduce", axis), self.axis(axis))
+        return all_reduce(self._before_collective(x, "all-reduce", axis), self.axis(axis))
 
     def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
         """S(concat_dim) -> S(split_dim): each rank sends (p - 1) / p of the tensor."""
-        return all_to_all(self._noted(x, "all-to-all", axis), self.axis(axis), split_dim, concat_dim)
+        return all_to_all(self._before_collective(x, "all-to-all", axis), self.axis(axis), split_dim, concat_dim)
 
-    def _noted(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
-        """``x``, on which a collective is about to run; it is of ``factor`` times as many bytes."""
+    def _before_collective(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
+        """Return ``x``; called before a collective on ``factor`` times the bytes of ``x``. `Stepper` logs the step here."""
         return x
 
     # ---- Along axes of several network levels ------------------------------------------------------------------------
 
     def gather(self, x: Tensor, axes: Sequence[Axis], dim: int) -> Tensor:
-        """All-gathers, the outermost level first, while the tensor is small."""
+        """All-gather along several axes. The outermost, slowest level comes first, while the tensor is small."""
         for axis in axes:
             x = self.all_gather(x, axis, dim)
         return x
 
     def scatter(self, x: Tensor, axes: Sequence[Axis], dim: int) -> Tensor:
-        """Reduce-scatters, the innermost level first."""
+        """Reduce-scatter along several axes, the innermost level first."""
         for axis in reversed(axes):
             x = self.reduce_scatter(x, axis, dim)
         return x
 
     def sum(self, x: Tensor, axes: Sequence[Axis]) -> Tensor:
-        """All-reduces of a small tensor, the innermost level first."""
+        """All-reduce a small tensor along several axes, the innermost level first."""
         for axis in reversed(axes):
             x = self.all_reduce(x, axis)
         return x
 
     def reduce(self, x: Tensor, axes: Sequence[Axis]) -> Tensor:
-        """The sum of a vector: scattered inside, all-reduced along the outermost axis, gathered inside."""
+        """Sum a vector: reduce-scatter along inner axes, all-reduce along the outermost axis, all-gather along inner axes."""
         return self.reduce_between(x, axes[1:], lambda own: self.all_reduce(own, axes[0])) if axes else x
 
     def reduce_between(self, x: Tensor, axes: Sequence[Axis], between: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum of a vector over the axes and over other ranks: scattered here, each slice summed ``between`` them, gathered."""
+        """Sum a vector over axes of these ranks and over further ranks.
+
+        Args:
+            x: A vector.
+            axes: Axes of these ranks, along which the vector is reduce-scattered at first and all-gathered at last.
+            between: Sums each slice over the further ranks.
+        """
         parts, length = prod(axis.size for axis in axes), x.shape[0]
         if length % parts:
             x = flow.cat([x, flow.zeros(parts - length % parts, dtype=x.dtype)], dim=0)
@@ -115,7 +125,7 @@ class Ranks:
 
 
 class Stepper(Ranks):
-    """Ranks that can log what runs between them."""
+    """Ranks that can log their communication steps."""
 
     def __init__(self, num_ranks: int, first_rank: int = 0):
         super().__init__(num_ranks, first_rank)
@@ -123,7 +133,7 @@ class Stepper(Ranks):
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[list[Step]]:
-        """A list that grows by every step that runs; backward passes of what ran inside count too, while it lasts."""
+        """Record every communication step that runs in this context, including backward steps, in the returned list."""
         outer, self._log = self._log, []
         try:
             yield self._log
@@ -132,7 +142,7 @@ class Stepper(Ranks):
 
     @contextlib.contextmanager
     def not_logging(self) -> Iterator[None]:
-        """Steps that run meanwhile are in no log."""
+        """Record no steps in this context."""
         outer, self._log = self._log, None
         try:
             yield
@@ -140,7 +150,7 @@ class Stepper(Ranks):
             self._log = outer
 
     def run(self, x: Tensor, step: Step, dim: int = 0) -> Tensor:
-        """One all-gather, reduce-scatter (both along ``dim``) or all-reduce."""
+        """Run a step: an all-gather or reduce-scatter along dimension ``dim``, or an all-reduce."""
         if step.collective is Collective.ALL_GATHER:
             return self.all_gather(x, step.axis, dim)
         if step.collective is Collective.REDUCE_SCATTER:
@@ -148,13 +158,13 @@ class Stepper(Ranks):
         assert step.collective is Collective.ALL_REDUCE, step
         return self.all_reduce(x, step.axis)
 
-    def _noted(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
+    def _before_collective(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
         if self._log is None:
             return x
         return self.logged(x, Step(Collective(collective), axis, float(num_bytes(x) * factor)))
 
     def logged(self, x: Tensor, step: Step) -> Tensor:
-        """``x``, on which the step is about to run: an entry in the log now, and one when the gradient has come back through it."""
+        """Record the step now and its adjoint in the backward pass. Returns ``x``, which the step must be applied to."""
         if self._log is None or step.axis.size == 1:
             return x
         self._log.append(step)

@@ -1,4 +1,4 @@
-"""The parameters of the user's model: whether they are those of the plan, and their values."""
+"""Compares the parameters of the user's model with those of a plan, and reads their values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["check_parameters", "find_parameter", "first_names", "values_of"]
 
 
 def check_parameters(module: Any, graph: LayerGraph) -> None:
-    """Whether a model's parameters are those of a graph.
+    """Check that a model has the parameters of a graph: the same names, shapes and ties.
 
     Raises:
-        UserError: naming the first difference.
+        UserError: The model and the graph differ. The message names the first parameter that differs.
     """
     unseen = first_names(module)
     for layer in graph.layers:
@@ -32,51 +32,54 @@ def check_parameters(module: Any, graph: LayerGraph) -> None:
             tensor = find_parameter(module, parameter.name)
             if tensor is None:
                 raise UserError(
-                    f"the plan was made for another model: it has {parameter.name} of {layer.describe()}, the model has not"
+                    f"the plan was made for another model: it contains parameter {parameter.name} of {layer.describe()}, "
+                    "which the model does not have"
                 )
             if tuple(tensor.shape) != parameter.shape:
                 raise UserError(
-                    f"the plan was made for another model: its {parameter.name} has shape {parameter.shape}, "
-                    f"the model's {tuple(tensor.shape)}"
+                    f"the plan was made for another model: parameter {parameter.name} has shape {parameter.shape} "
+                    f"in the plan, and {tuple(tensor.shape)} in the model"
                 )
             if parameter.tied_to is None and id(tensor) not in unseen:
                 raise UserError(
-                    f"the plan was made for another model: in it {parameter.name} is a parameter of its own, "
-                    "in the model it is shared"
+                    f"the plan was made for another model: parameter {parameter.name} is tied to no other parameter "
+                    "in the plan, but shared in the model"
                 )
             if parameter.tied_to is not None and id(tensor) in unseen:
                 raise UserError(
-                    f"the plan was made for another model: in it {parameter.name} is that of {parameter.tied_to}, "
-                    "in the model it is not"
+                    f"the plan was made for another model: parameter {parameter.name} is tied to {parameter.tied_to} "
+                    "in the plan, but not in the model"
                 )
             unseen.pop(id(tensor), None)
     for name in unseen.values():
-        raise UserError(f"the plan was made for another model: the model has {name}, which it has not")
+        raise UserError(
+            f"the plan was made for another model: the model has parameter {name}, which the plan does not contain"
+        )
 
 
 def first_names(model: Any) -> dict[int, str]:
-    """Per parameter, by its ``id``, the first name that the model has for it."""
+    """Map the ``id`` of each parameter to its name in the model; a shared parameter has its first name."""
     return {id(tensor): name for name, tensor in model.named_parameters()}
 
 
 def find_parameter(module: Any, path: str) -> Any:
-    """The parameter at a path; None where there is none."""
+    """Return the parameter at a path, or None if there is none."""
     parent, _, name = path.rpartition(".")
     owner = find_module(module, parent)
     return None if owner is None else owner._parameters.get(name)
 
 
 def values_of(module: Any, ranks: Ranks) -> dict[str, np.ndarray]:
-    """The parameters by their first names, on every rank with the values of the first one.
+    """Return the values of all parameters on the first rank, by first name. All ranks must call.
 
-    Models that each rank initialised by itself differ.  All ranks call; what is equal everywhere already is not sent.
+    The values on the ranks differ if each rank has initialised its own model. Only parameters whose checksums differ are sent.
     """
     values = {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in module.named_parameters()}
     if ranks.num_ranks > 1 and values:
         own = flow.tensor(np.array([[crc32(value.data) for value in values.values()]], dtype=np.int64))
-        everyones = ranks.gather(own, [Axis(ranks.num_ranks, 1)], 0).numpy()
+        checksums = ranks.gather(own, [Axis(ranks.num_ranks, 1)], 0).numpy()
         for i, name in enumerate(list(values)):
-            if len(set(everyones[:, i])) > 1:
+            if len(set(checksums[:, i])) > 1:
                 tensor = flow.tensor(values[name])
                 flow.comm.broadcast(tensor, ranks.first_rank)
                 values[name] = tensor.numpy()

@@ -353,17 +353,19 @@ def test_what_does_not_fit_is_refused_with_the_difference_named(ranks):
     case = mlp_case(MLP_STRATEGIES["4"])
     found = ranks(4).run(f"{JOBS}:refusals", *case.arguments[1:])[3]
     assert found["shape"] == (
-        "the plan was made for another model: its fc3.weight has shape (32, 96), the model's (64, 96)"
+        "the plan was made for another model: parameter fc3.weight has shape (32, 96) in the plan, "
+        "and (64, 96) in the model"
     )
-    assert found["more"] == "the plan was made for another model: the model has fc4.weight, which it has not"
-    assert found["extra"] == "the plan was made for another model: the model has fc1.bias, which it has not"
-    assert "its fc2.weight has shape (96, 128), the model's (32, 96)" in found["shared"]
+    other = "the plan was made for another model: the model has parameter {}, which the plan does not contain"
+    assert found["more"] == other.format("fc4.weight")
+    assert found["extra"] == other.format("fc1.bias")
+    assert "parameter fc2.weight has shape (96, 128) in the plan, and (32, 96) in the model" in found["shared"]
     assert found["ranks"] == "the plan is for 2 ranks, this job has 4"
     assert found["older"].startswith("the plan was made for another model than mlp:64,128,96,32: ")
-    assert "fc1 (linear, 64 -> 128): 'swirl' behind it cannot be run" in found["epilogue"]
-    assert "this one's drop drops with p = 0.5" in found["dropout"]
+    assert "fc1 (linear, 64 -> 128): the operation 'swirl' after it is not supported" in found["epilogue"]
+    assert "the plan was made without dropout, but drop has p = 0.5" in found["dropout"]
     assert "the plan's graph does not compute what OtherPerceptron does: its loss is " in found["function"]
     assert "fc1 (linear, 64 -> 128): 6 samples do not divide into the 4 parts of strategy (4,1,1)" in found["samples"]
     assert found["arguments"] == "a forward pass takes the inputs and then the targets; it was given 1 argument(s)"
-    assert found["feeds"] == "layer 'fc2' reads no input of the model; these do: fc1"
+    assert found["feeds"] == "layer 'fc2' reads no input of the model; the layers that do are fc1"
     assert "not inside nn.Graph" in found["graph"]

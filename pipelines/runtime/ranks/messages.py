@@ -16,13 +16,14 @@ _LENGTH = struct.Struct("<Q")
 
 
 class _Pickler(pickle.Pickler):
-    """Rejects OneFlow's objects: the launcher would have to load OneFlow to read them."""
+    """Rejects OneFlow's objects, because the launcher would have to load OneFlow to read them."""
 
     def reducer_override(self, value: Any) -> Any:
         kind = value if isinstance(value, type) else type(value)
         if kind.__module__.partition(".")[0] == "oneflow":
             raise TypeError(
-                f"a {kind.__module__}.{kind.__qualname__} cannot leave its rank; numpy arrays and plain values can"
+                f"{kind.__module__}.{kind.__qualname__} cannot be sent between processes; "
+                "send numpy arrays or plain values"
             )
         return NotImplemented
 
@@ -31,13 +32,13 @@ def write_message(fd: int, value: Any, patience_s: float | None = None) -> None:
     """Write one message; blocks while the pipe is full.
 
     Args:
-        fd: the pipe.
-        value: any picklable value.
-        patience_s: longest time to block, if ``fd`` is non-blocking; None: forever.
+        fd: File descriptor of the pipe.
+        value: Any picklable value without objects of OneFlow.
+        patience_s: Longest time to block [s], if ``fd`` is non-blocking. None: no limit.
 
     Raises:
-        TypeError: ``value`` cannot be sent; nothing was written. AttributeError or pickle.PicklingError likewise.
-        TimeoutError: the pipe is full and is not read.
+        TypeError: ``value`` cannot be pickled (or AttributeError, or pickle.PicklingError). Nothing has been written.
+        TimeoutError: The pipe is full, and the other side does not read it.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
@@ -48,16 +49,16 @@ def write_message(fd: int, value: Any, patience_s: float | None = None) -> None:
         try:
             rest = rest[os.write(fd, rest) :]
         except BlockingIOError:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([], [fd], [], left_s)[1]:
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([], [fd], [], remaining_s)[1]:
                 raise TimeoutError("the messages are not read") from None
 
 
 def read_message(fd: int) -> Any:
-    """Wait for one message.
+    """Wait for one message and return its value.
 
     Raises:
-        EOFError: the other side has closed the pipe.
+        EOFError: The other side has closed the pipe.
     """
     return pickle.loads(_read_exactly(fd, _LENGTH.unpack(_read_exactly(fd, _LENGTH.size))[0]))
 
@@ -74,7 +75,7 @@ def _read_exactly(fd: int, num_bytes: int) -> bytes:
 
 
 class MessageReader:
-    """Splits the bytes of a pipe into messages, for a non-blocking reader.
+    """Assembles messages from the pieces that a non-blocking pipe returns.
 
     >>> inbox = MessageReader()
     >>> body = pickle.dumps(("ready", None))
@@ -86,7 +87,7 @@ class MessageReader:
         self._bytes = bytearray()
 
     def feed(self, piece: bytes) -> list[Any]:
-        """The messages that ``piece`` completes."""
+        """Add the next bytes of the pipe, and return the messages that are now complete."""
         self._bytes += piece
         messages = []
         while len(self._bytes) >= _LENGTH.size:
