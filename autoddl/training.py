@@ -75,12 +75,12 @@ class FileProblem(CountedInSamples):
         """
         from autoddl.pipelines.runtime.load import load_oneflow
         from autoddl.pipelines.runtime.models import token_loss
-        from autoddl.pipelines.runtime.pipeline.chain import chain_of
+        from autoddl.pipelines.runtime.pipeline.chain import module_chain_of
 
         model, inputs, targets = load_samples(self.target, seed)
         is_of_classes = np.issubdtype(targets.dtype, np.integer)
         loss = token_loss if is_of_classes else load_oneflow().nn.functional.mse_loss
-        return chain_of(model, loss), drawn_samples(inputs, targets, micro_batch, seed)
+        return module_chain_of(model, loss), drawn_samples(inputs, targets, micro_batch, seed)
 
 
 @dataclass(frozen=True)

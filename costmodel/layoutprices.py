@@ -19,10 +19,10 @@ from .exchange import Exchange, exchange_between
 from .redistribution import Redistribution, Route, redistribute
 from .workload import Workload
 
-__all__ = ["Layout", "LayoutPrices", "communication_time"]
+__all__ = ["LayoutPrices", "RowsAndFeatures", "communication_time"]
 
 #: A canonical layout: (p0, s) for each network level.
-Layout = tuple[tuple[int, int], ...]
+RowsAndFeatures = tuple[tuple[int, int], ...]
 
 
 def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
@@ -46,7 +46,11 @@ class LayoutPrices:
         self._collectives: dict[tuple[Collective, Axis], tuple[float, float]] = {}
 
     def costs(
-        self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
+        self,
+        tensor: tuple[int, int],
+        sources: tuple[RowsAndFeatures, ...],
+        targets: tuple[RowsAndFeatures, ...],
+        workload: Workload,
     ) -> np.ndarray:
         """Seconds per training step, forward and backward, between every pair of layouts; inf without a route.
 
@@ -56,7 +60,11 @@ class LayoutPrices:
         return workload.num_micro_batches * (forward + backward)
 
     def phases(
-        self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
+        self,
+        tensor: tuple[int, int],
+        sources: tuple[RowsAndFeatures, ...],
+        targets: tuple[RowsAndFeatures, ...],
+        workload: Workload,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds per micro-batch of the forward and of the backward pass, between every pair of layouts; inf without a route.
 
@@ -77,7 +85,7 @@ class LayoutPrices:
         nbytes = float(workload.micro_batch * elements * workload.itemsize)
         return prices[:, :, 0] + nbytes * prices[:, :, 1], prices[:, :, 2] + nbytes * prices[:, :, 3]
 
-    def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
+    def _table(self, sources: tuple[RowsAndFeatures, ...], targets: tuple[RowsAndFeatures, ...]) -> np.ndarray:
         """The cost for each pair of layouts (:meth:`_price`) of a tensor that divides into all digits."""
         if (sources, targets) not in self._tables:
             always = (self.cluster.num_devices**2,) * 2
@@ -86,7 +94,7 @@ class LayoutPrices:
         return self._tables[sources, targets]
 
     def _price(
-        self, source: Layout, target: Layout, shape: tuple[int, int]
+        self, source: RowsAndFeatures, target: RowsAndFeatures, shape: tuple[int, int]
     ) -> tuple[float, float, float, float, int, int]:
         """(seconds, seconds per byte) forward, the same backward, and the divisors of the tensor's two dimensions."""
         if source == target:

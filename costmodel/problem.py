@@ -16,7 +16,7 @@ import numpy as np
 from .cluster import Cluster
 from .errors import UserError
 from .graph import LayerGraph
-from .layoutprices import Layout
+from .layoutprices import RowsAndFeatures
 from .strategy import Strategy, transposed
 from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
@@ -54,9 +54,9 @@ class OptionSet:
         return np.array([strategy.summa for strategy in self.options])
 
     @cached_property
-    def layouts(self) -> tuple[tuple[Layout, ...], np.ndarray]:
+    def layouts(self) -> tuple[tuple[RowsAndFeatures, ...], np.ndarray]:
         """The distinct canonical layouts of the options, and the index of each option's layout among them."""
-        number: dict[Layout, int] = {}
+        number: dict[RowsAndFeatures, int] = {}
         of_option = [number.setdefault(strategy.rows_and_features, len(number)) for strategy in self.options]
         return tuple(number), np.array(of_option)
 

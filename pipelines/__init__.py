@@ -2,7 +2,7 @@
 
 - :mod:`.schedule`: ``Task`` and ``Schedule`` (an ordered list of tasks per worker); :mod:`.grid`: schedules as CSV.
 - :mod:`.generators`: ``generate(name, num_stages=, num_micro_batches=, ...)`` returns a schedule of any family, checked by
-  :mod:`.validate`; :mod:`.alone`: the schedule of a single stage, for any number of micro-batches.
+  :mod:`.validate`; :mod:`.single_stage`: the schedule of a single stage, for any number of micro-batches.
 - :mod:`.simulator`: ``simulate(schedule, times)`` returns a ``Timeline``; :mod:`.times`: durations of tasks and transfers;
   :mod:`.critical`: the critical path; :mod:`.memory`: activations and weight versions; :mod:`.communication`: transfers and
   collectives in one total order; :mod:`.draw`: text, SVG, Chrome trace.

@@ -59,8 +59,8 @@ class StepGraph:
         added: Tasks that a longer schedule has in addition; the step times are then lower bounds on those of the longer schedule
             (:meth:`with_repeated_insertions`).
 
-    >>> from autoddl.pipelines.alone import schedule_alone
-    >>> graph = StepGraph(schedule_alone(3), passes=[1], input_passes=[1])
+    >>> from autoddl.pipelines.single_stage import single_stage_schedule
+    >>> graph = StepGraph(single_stage_schedule(3), passes=[1], input_passes=[1])
     >>> step, path = graph.step(np.array([1.0, 2.0, 0.0, 0.5]))  # forward, backward, recompute, all-reduce
     >>> step, path.tolist()
     (9.5, [3.0, 3.0, 0.0, 1.0])

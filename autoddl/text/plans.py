@@ -19,10 +19,10 @@ from autoddl.costmodel.units import counted, format_bytes, format_count, format_
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import StageChoice
 from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
-from autoddl.pipelines.joint.families import describe
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.pipelines.joint.result import PlanResult, Rival
+from autoddl.pipelines.joint.rivals import describe
 
 from ..explain.view import peak_share, plan_heading
 from ..trusting import PlanTrust

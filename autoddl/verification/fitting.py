@@ -29,7 +29,7 @@ from autoddl.pipelines.schedule import Schedule
 from ..planfile import PlanFile
 from ..staging import make_schedule, schedule_arguments, stage_plans
 from ..zoo.builtin import BuiltIn
-from .scaling import Change, Limits, ScaledModel, StageConstraints, scale, without_stages
+from .scaling import Change, Limits, PipelineConstraints, ScaledModel, scale, without_stages
 from .task import MIN_STEPS
 
 __all__ = ["FittedPlan", "chosen_workers", "fit_plan", "in_float32"]
@@ -101,7 +101,7 @@ def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn |
     size = plan.workload.micro_batch
     recompute = all(stage.recompute for stage in stages)
     workload = replace(in_float32(plan.workload), batch=size * schedule.update_period, recompute=recompute)
-    constraints = StageConstraints(
+    constraints = PipelineConstraints(
         stage_of,
         _entries(stages, workers.stages),
         num_ranks,
@@ -219,7 +219,7 @@ def _remaining_model(
     stage_of = {name: number for number, stage in enumerate(stages) for name in stage.strategies}
     if len(workers.stages) == len(stages):
         return plan.graph, plan.strategies, built_in, stage_of
-    constraints = StageConstraints(stage_of, _entries(stages, range(len(stages))), num_ranks)
+    constraints = PipelineConstraints(stage_of, _entries(stages, range(len(stages))), num_ranks)
     smaller = built_in and without_stages(
         plan.graph, plan.strategies, plan.workload, built_in, constraints, workers.stages
     )
@@ -263,7 +263,7 @@ def _first_schedule(workers: _RemainingWorkers, numbers_of_micro_batches: Iterab
 
 
 def _entries(stages: tuple[StagePlan, ...], remaining: Iterable[int]) -> dict[int, Strategy]:
-    """Return `StageConstraints.entries` of the remaining stages, which are numbered from 0."""
+    """Return `PipelineConstraints.entries` of the remaining stages, which are numbered from 0."""
     entries = {index: stages[number].entry for index, number in enumerate(remaining)}
     return {index: entry for index, entry in entries.items() if entry is not None}
 

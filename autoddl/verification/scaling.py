@@ -19,7 +19,7 @@ sequence            half                                               time     
 If the time is still too long, the first three sizes are reduced further.  Of a perceptron, the widest layers are halved; of a VGG,
 the image and the dense layers.  A model that is not built in keeps its sizes: only its batch is reduced.
 
-In a pipeline (`StageConstraints`), a run of equal blocks ends at the end of a stage, so that every stage keeps some blocks.  The
+In a pipeline (`PipelineConstraints`), a run of equal blocks ends at the end of a stage, so that every stage keeps some blocks.  The
 layouts of the stages' inputs also have to divide their tensors.
 """
 
@@ -43,8 +43,8 @@ from ..zoo.transformers import Transformer
 __all__ = [
     "Change",
     "Limits",
+    "PipelineConstraints",
     "ScaledModel",
-    "StageConstraints",
     "needed_flops",
     "needed_memory_bytes",
     "scale",
@@ -105,7 +105,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class StageConstraints:
+class PipelineConstraints:
     """The constraints of a pipeline on the sizes of its model.
 
     Attributes:
@@ -162,7 +162,7 @@ def scale(
     workload: Workload,
     limits: Limits,
     built_in: BuiltIn | None,
-    constraints: StageConstraints | None = None,
+    constraints: PipelineConstraints | None = None,
 ) -> ScaledModel:
     """Reduce the sizes of a model until it is within the limits.
 
@@ -197,7 +197,7 @@ def without_stages(
     strategies: Mapping[str, Strategy],
     workload: Workload,
     built_in: BuiltIn,
-    constraints: StageConstraints,
+    constraints: PipelineConstraints,
     remaining: Sequence[int],
 ) -> ScaledModel | None:
     """Remove the blocks of some stages from a transformer.
@@ -239,23 +239,23 @@ def _model(
     strategies: Mapping[str, Strategy],
     workload: Workload,
     built_in: BuiltIn | None,
-    constraints: StageConstraints | None,
+    constraints: PipelineConstraints | None,
 ) -> _Model:
     if constraints is None:
         num_ranks = next(iter(strategies.values())).num_devices
-        constraints = StageConstraints({layer.name: 0 for layer in graph.layers}, {}, num_ranks)
+        constraints = PipelineConstraints({layer.name: 0 for layer in graph.layers}, {}, num_ranks)
     return _Model(graph, dict(strategies), workload, built_in, constraints)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A model between two reductions of its sizes; see `ScaledModel` and `StageConstraints` for the attributes."""
+    """A model between two reductions of its sizes; see `ScaledModel` and `PipelineConstraints` for the attributes."""
 
     graph: LayerGraph
     strategies: dict[str, Strategy]
     workload: Workload
     built_in: BuiltIn | None
-    constraints: StageConstraints
+    constraints: PipelineConstraints
 
     @property
     def num_ranks(self) -> int:
@@ -310,7 +310,7 @@ class _Model:
         return _Model(graph, strategies, self.workload, built_in, constraints)
 
 
-def _entries_divide(graph: LayerGraph, constraints: StageConstraints) -> bool:
+def _entries_divide(graph: LayerGraph, constraints: PipelineConstraints) -> bool:
     """Return whether the entry of every stage divides the features of the tensor that enters the stage."""
     for before, layer in zip(graph.layers, graph.layers[1:]):
         entry = constraints.entries.get(constraints.stage_of[layer.name])

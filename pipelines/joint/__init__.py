@@ -7,12 +7,12 @@ its layers, a way of recomputation and a place in a schedule.  The modules, from
   configurations that are searched).
 - Figures: `evaluation` (time and memory of a configuration, by ``evaluate``) and `boundary` (communication between stages).
 - Stages: `stage_cost` (cost tables), `stage_search` (the best strategies of a stage) and `memory_demand` (micro-batches in flight).
-- Lower bounds: `bounds`, `levels` and `unit_bounds`; `cut_graph` (bounds of all cuts of a setting).
+- Lower bounds: `bounds`, `bottleneck_bound` and `unit_bounds`; `cut_graph` (bounds of all cuts of a setting).
 - A setting (devices, schedule, micro-batch): `setting_search` finds its best plan, by `relaxation`, `cut_program`, `row_search`,
   `cut_regions` and `fitting`.
 - All settings: `explorer` (the data that settings share), `search` (best-first search) and `least_memory` (the least memory of any
   plan).
-- Planners: `planner` (``plan_jointly``), `families` (the best plan of each family of schedules), `paper_planners` (the planners of
+- Planners: `planner` (``plan_jointly``), `rivals` (the best plan of each family of schedules), `paper_planners` (the planners of
   papers), `megatron_trials` (Megatron's rule); `job` (their input) and `result` (their output).
 """
 

@@ -28,7 +28,7 @@ from autoddl.costmodel.distribution import Axis, canonical
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import LayerWork
-from autoddl.costmodel.layoutprices import Layout
+from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -173,8 +173,8 @@ def boundary_of(
     placement: Sequence[Sequence[int]],
     number: int,
     exit_layer: Layer,
-    source: Layout,
-    target: Layout,
+    source: RowsAndFeatures,
+    target: RowsAndFeatures,
     workload: Workload,
 ) -> Boundary:
     """Return the transfer from stage ``number`` to the next one.
@@ -226,8 +226,8 @@ def _slowest_load(
     receiver: StageMesh,
     links: tuple[Link, Link],
     share_nodes: bool,
-    source: Layout,
-    target: Layout,
+    source: RowsAndFeatures,
+    target: RowsAndFeatures,
     tensor: tuple[int, int, float],
 ) -> BoundaryLoad:
     """The load of a rank that takes longest when one micro-batch is sent from one worker to another (formula: module's docstring).

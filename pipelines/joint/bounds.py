@@ -37,7 +37,8 @@ GEMS                                   one micro-batch of each pipeline in fligh
 a lower bound on the steps of all plans within the memory limit.  Recomputation of a whole stage takes at least the sum of its
 layers' forward passes, without redistributions.                                                                              (3)
 
-**Bottleneck.**  A cut takes at least the largest of the paths whose mean is (1); :mod:`.levels` minimises that over all cuts.
+**Bottleneck.**  A cut takes at least the largest of the paths whose mean is (1).  :mod:`.bottleneck_bound` minimises this over all
+cuts.
 
 **Period.**  A step of an asynchronous schedule is at least N (F + B) of each stage, and so at least the mean of that over the
 workers.

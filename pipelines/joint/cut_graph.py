@@ -24,7 +24,7 @@ from itertools import groupby
 
 import numpy as np
 
-from autoddl.costmodel.layoutprices import Layout
+from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.search.fronts import TooManyError
 
 from ..stepgraph import Terms
@@ -159,8 +159,8 @@ class CutGraph:
         first: dict[StageMesh, int] = {}
         for stage, (mesh, passes) in enumerate(zip(setting.meshes, self.passes)):
             self._equal_stages.setdefault((first.setdefault(mesh, stage), passes), []).append(stage)
-        self._layout_numbers: dict[Layout, int] = {}
-        self._layouts: list[Layout] = []
+        self._layout_numbers: dict[RowsAndFeatures, int] = {}
+        self._layouts: list[RowsAndFeatures] = []
         self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self.arcs: dict[tuple[int, int, int], Arc] = {}
 
@@ -233,7 +233,7 @@ class CutGraph:
         """Return the least seconds of a transfer in one direction over a boundary before ``unit``."""
         return float(self._transfers[boundary, unit])
 
-    def _numbers_of(self, layouts: Sequence[Layout], classes: np.ndarray) -> np.ndarray:
+    def _numbers_of(self, layouts: Sequence[RowsAndFeatures], classes: np.ndarray) -> np.ndarray:
         """Return the numbers, in this setting, of layouts that are given by their indices in the list of one table."""
         numbers = []
         for layout in layouts:

@@ -31,11 +31,11 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
-from ..alone import schedule_alone
 from ..memory import weight_versions
 from ..planners.inflight import in_flight
 from ..schedule import Schedule
 from ..simulator import simulate
+from ..single_stage import single_stage_schedule
 from ..timeline import Timeline, steady_state
 from ..times import Times
 from .boundary import (
@@ -391,7 +391,7 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
 def _schedule_of(configuration: Configuration, recomputing: tuple[bool, ...]) -> Schedule:
     if len(configuration.stages) > 1:
         return configuration.schedule.schedule(configuration.widths, recomputing)
-    return schedule_alone(
+    return single_stage_schedule(
         configuration.schedule.num_micro_batches, configuration.mesh_of(0).num_devices, recomputing[0]
     )
 

@@ -33,11 +33,11 @@ from autoddl.search.planner import InfeasibleError, Options, make_plan
 from ..planners import Clock
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
-from .families import PIPELINES, describe, describe_common_strategy
 from .job import PlanningJob, job_of
 from .meshes import StageMesh, stage_meshes
 from .partition import Chain
 from .result import JointOptions, PlanResult, unpipelined
+from .rivals import RIVAL_FAMILIES, describe, describe_common_strategy
 
 __all__ = ["NOTE", "megatron_trials", "plan_alone"]
 
@@ -104,7 +104,7 @@ def _faster_pipeline(
 def _note(pipeline: Evaluation, step_s: float) -> str:
     saving = 1 - pipeline.step_s / step_s
     percent = f"{saving:.0%}" if saving >= 0.1 else f"{saving:.1%}"
-    plan = f"{PIPELINES[0].title}, {describe(pipeline)}{describe_common_strategy(pipeline)}"
+    plan = f"{RIVAL_FAMILIES[0].title}, {describe(pipeline)}{describe_common_strategy(pipeline)}"
     return f"{NOTE}{format_seconds(pipeline.step_s)}, {percent} less, at least ({plan}); pipeline='auto' searches all of them"
 
 

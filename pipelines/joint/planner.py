@@ -6,7 +6,7 @@ With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
     is a member of the joint space.
 2.  **Early incumbent.**  Megatron's rule (:mod:`.megatron_trials`) and the most promising settings of the space give a good plan
     early.
-3.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.families`).  Their plans are
+3.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`).  Their plans are
     members of the space, too.  The best plan so far is the incumbent of phase 4, so no plan is slower than a row of its own table.
 4.  **The whole space** is searched for a better plan (:mod:`.search`).
 
@@ -30,13 +30,13 @@ from autoddl.search.planner import InfeasibleError, Planned, make_plan
 from ..planners import Clock
 from .evaluation import Evaluation, evaluate_unpipelined
 from .explorer import Explorer
-from .families import PIPELINES, describe_stop, families_of, paper_plan
 from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
 from .least_memory import least_memory
 from .megatron_trials import megatron_trials
 from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
 from .result import Considered, JointOptions, PlanResult, Rival
+from .rivals import RIVAL_FAMILIES, describe_stop, paper_plan, plan_rivals
 from .search import Explored, Search
 from .space import MAX_PASSES
 
@@ -165,7 +165,7 @@ def _plan_by_search(
     best = search.find_incumbent(Clock(_SHARE_OF_INCUMBENT * job.time_limit_s, job.stop)) or best
     # Phase 3: the best plan of every family.
     rivals: list[Rival] = []
-    for rival, plan in families_of(job, unpipelined, one_stage, error, explorer):
+    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer):
         rivals.append(rival)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
@@ -212,7 +212,7 @@ def _plan_by_search(
 def _with_bound_of_space(job: PlanningJob, rival: Rival, explored: Explored) -> Rival:
     """The rival with the bound of the whole space, if that is greater than its own.  A family is part of the space, so the bound
     holds for the family."""
-    is_pipeline = rival.name in {family.title for family in PIPELINES} and rival.infeasible is None
+    is_pipeline = rival.name in {family.title for family in RIVAL_FAMILIES} and rival.infeasible is None
     if not is_pipeline or job.options.base.objective != "step":
         return rival
     return replace(rival, lower_bound_s=max(rival.lower_bound_s or 0.0, min(explored.lower_bound_s, rival.step_s)))
@@ -295,7 +295,7 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         simulated=1,
         stage_searches=0,
     )
-    families = families_of(job, unpipelined, one_stage, error, job.explorer())
+    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer())
     return PlanResult(
         graph=job.graph,
         cluster=job.cluster,

@@ -7,7 +7,7 @@ with the least lower bound, until no open bound is below the incumbent:
     memory.
 2.  **Early incumbent.**  The settings with the smallest estimated steps are attempted first.
 3.  **Proof.**  The open setting with the least bound first gets sharper bounds, where these are cheaper than an attempt
-    (:mod:`.levels`).  It is then *attempted* (:mod:`.setting_search`): the attempt finds a plan better than the incumbent, or
+    (:mod:`.bottleneck_bound`).  It is then *attempted* (:mod:`.setting_search`).  The attempt finds a plan better than the incumbent,
     proves that the setting has none, or ends undecided when its time slice is over.  All settings get a short attempt before
     the undecided ones get longer ones.
 
@@ -28,11 +28,11 @@ import numpy as np
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
 from ..stepgraph import Terms
+from .bottleneck_bound import bottleneck_bound
 from .bounds import balance_weights, bound_class, estimated_step_weights, least_over_cuts
 from .cut_graph import MEMORY_PRICES, Bound, CutGraph
 from .evaluation import Evaluation
 from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
-from .levels import bottleneck_bound
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
 from .stage_cost import Replicas

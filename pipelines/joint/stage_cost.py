@@ -17,7 +17,7 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.layoutprices import Layout
+from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Phases, Variable
 from autoddl.costmodel.strategy import Strategy
@@ -86,8 +86,8 @@ class StageTable:
     table: VectorTable
     entry: int | None
     exit: int
-    entries: tuple[Layout, ...]
-    exits: tuple[Layout, ...]
+    entries: tuple[RowsAndFeatures, ...]
+    exits: tuple[RowsAndFeatures, ...]
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategy of every layer, in the order of the stage's graph.

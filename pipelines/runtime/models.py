@@ -37,7 +37,7 @@ VGG_FEATURES: dict[int, tuple[int | str, ...]] = {
 }
 
 
-def quick_gelu(x: Any) -> Any:
+def _quick_gelu(x: Any) -> Any:
     """x sigmoid(1.702 x)."""
     return x * flow.sigmoid(1.702 * x)
 
@@ -45,7 +45,7 @@ def quick_gelu(x: Any) -> Any:
 #: Activations by the names that the layer graphs use.
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "gelu": functional.gelu,
-    "quick_gelu": quick_gelu,
+    "quick_gelu": _quick_gelu,
     "relu": functional.relu,
     "sigmoid": flow.sigmoid,
     "silu": functional.silu,
@@ -121,7 +121,7 @@ class VGG(nn.Module):
         return functional.cross_entropy(self.classifier(x), targets)
 
 
-def attend(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
+def _attend(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
     """softmax(q k^T / sqrt(head_dim)) v on (batch, heads, sequence, head_dim); positions with ``mask`` 0 are not attended to."""
     scores = flow.matmul(query, key.transpose(-2, -1)) * (1.0 / math.sqrt(query.size(-1)))
     if mask is not None:
@@ -160,7 +160,7 @@ class GPTAttention(nn.Module):
 
     def forward(self, x: Any) -> Any:
         query, key, value = (split_heads(part, self.heads) for part in self.c_attn(x).chunk(3, dim=-1))
-        return self.c_proj(merge_heads(attend(query, key, value, causal_mask(x.shape[1]))))
+        return self.c_proj(merge_heads(_attend(query, key, value, causal_mask(x.shape[1]))))
 
 
 class GPTMLP(nn.Module):
@@ -241,7 +241,7 @@ class BertSelfAttention(nn.Module):
 
     def forward(self, x: Any) -> Any:
         parts = (split_heads(project(x), self.heads) for project in (self.query, self.key, self.value))
-        return merge_heads(attend(*parts))
+        return merge_heads(_attend(*parts))
 
 
 class BertOutput(nn.Module):
@@ -368,7 +368,7 @@ class RMSNorm(nn.Module):
         return self.weight * (x * flow.rsqrt(flow.mean(x * x, dim=-1, keepdim=True) + self.eps))
 
 
-def rotate(x: Any, cosine: Any, sine: Any) -> Any:
+def _rotate(x: Any, cosine: Any, sine: Any) -> Any:
     """Rotary positions: rotate the pairs (i, i + head_dim / 2) of (batch, heads, sequence, head_dim) by their angles."""
     half = x.shape[-1] // 2
     rotated = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
@@ -409,10 +409,10 @@ class LlamaAttention(nn.Module):
         return x.reshape(batch, self.heads, sequence, head_dim)
 
     def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
-        query = rotate(split_heads(self.q_proj(x), self.heads), cosine, sine)
-        key = rotate(split_heads(self.k_proj(x), self.kv_heads), cosine, sine)
+        query = _rotate(split_heads(self.q_proj(x), self.heads), cosine, sine)
+        key = _rotate(split_heads(self.k_proj(x), self.kv_heads), cosine, sine)
         value = split_heads(self.v_proj(x), self.kv_heads)
-        attended = attend(query, self.repeat(key), self.repeat(value), causal_mask(x.shape[1]))
+        attended = _attend(query, self.repeat(key), self.repeat(value), causal_mask(x.shape[1]))
         return self.o_proj(merge_heads(attended))
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from autoddl.__main__ import main
-from autoddl.pipelines.joint.families import PIPELINES
+from autoddl.pipelines.joint.rivals import RIVAL_FAMILIES
 from autoddl.planfile import load_plan
 
 #: Each test starts a command.
@@ -29,10 +29,10 @@ MLP = ["mlp:32768,16384,8192,4096,2048,1024,512,10", "--cluster", "piz-daint", "
 UNTIED = ["mlp:64,768,768,768,768,32", "--cluster", "gcp-a100", "--nodes", "2", "--devices-per-node", "2"]
 UNTIED += ["--batch", "8", "--quiet"]
 #: The search of the first family of pipelines, when the plan without one is known, and that of the whole space.
-FIRST_EXPLORE = ("autoddl.pipelines.joint.families:explore", 1)
+FIRST_EXPLORE = ("autoddl.pipelines.joint.rivals:explore", 1)
 BEGINNING = ("autoddl.pipelines.joint.search:Search.find_incumbent", 1)
 #: The search of the whole space goes on when those of all families have ended.
-LAST_EXPLORE = ("autoddl.pipelines.joint.search:Search.resume", 1 + sum(not family.stale for family in PIPELINES))
+LAST_EXPLORE = ("autoddl.pipelines.joint.search:Search.resume", 1 + sum(not family.stale for family in RIVAL_FAMILIES))
 
 
 class Ended(NamedTuple):
@@ -159,7 +159,7 @@ def test_an_interrupted_plan_of_a_paper_is_printed_and_written(tmp_path, record_
     model = UNTIED if name == "wpipe" else GPT  # which no layers may share a weight for
     arguments = ["plan", *model, "--pipeline", name, "--allow-stale", "--json", "-o", str(path)]
     # The plan itself is there, what it is compared with is not.
-    ended = interrupted(("autoddl.pipelines.joint.planner:families_of", 1), arguments)
+    ended = interrupted(("autoddl.pipelines.joint.planner:plan_rivals", 1), arguments)
     assert ended.code == 130, ended
     one_line(ended)
     assert json.loads(ended.out) == json.loads(path.read_text(encoding="utf-8"))

@@ -85,9 +85,9 @@ def plan(case: Case, limit_s: float) -> dict[str, float | bool | str | None]:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from autoddl.costmodel.cluster import load_cluster
     from autoddl.costmodel.errors import UserError
-    from autoddl.pipelines.joint.families import describe
     from autoddl.pipelines.joint.planner import plan_jointly
     from autoddl.pipelines.joint.result import JointOptions
+    from autoddl.pipelines.joint.rivals import describe
     from autoddl.search.planner import Options
     from autoddl.zoo import resolve_model
 

@@ -1,7 +1,7 @@
 """A model as a chain of layers, and the cut of a chain into pipeline stages.
 
 A *chain* is a list of layers and a loss. Each layer is a function of one tensor, the output of the layer before it. The loss is a
-function of the last layer's output and the targets. `chain_of` returns the chain of a built-in model or of an ``nn.Sequential``.
+function of the last layer's output and the targets. `module_chain_of` returns the chain of a built-in model or ``nn.Sequential``.
 For other models, construct a `ModuleChain`.
 
 Parameters are identified by their names in the whole model. A parameter that several layers use (such as an embedding that is also
@@ -32,9 +32,9 @@ __all__ = [
     "ParameterPlace",
     "StageModule",
     "boundary_tensors",
-    "chain_of",
     "cut_into_stages",
     "even_stage_sizes",
+    "module_chain_of",
     "tied_stages",
 ]
 
@@ -115,7 +115,7 @@ class StageModule:
 # ---- Chains ------------------------------------------------------------------------------------------------------------
 
 
-def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> ModuleChain:
+def module_chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> ModuleChain:
     """Return the chain of a built-in transformer or MLP, or of an ``nn.Sequential``.
 
     Args:

@@ -146,7 +146,7 @@ class TextModel:
 
     def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
         from ..models import GPT, Bert, Llama, initialize
-        from .chain import chain_of
+        from .chain import module_chain_of
 
         sizes = (self.layers, self.width, self.heads)
         model: Any
@@ -156,7 +156,7 @@ class TextModel:
             model = Bert(*sizes, self.num_tokens, self.sequence, tied=self.tied)
         else:
             model = Llama(*sizes, self.num_tokens, _gated_width(self.width), tied=self.tied)
-        return chain_of(initialize(model, seed)), self.batches(micro_batch, seed)
+        return module_chain_of(initialize(model, seed)), self.batches(micro_batch, seed)
 
     @property
     def num_tokens(self) -> int:
@@ -190,7 +190,7 @@ class TextPerceptron(CountedInSamples):
 
     def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
         from ..models import MLP, initialize
-        from .chain import chain_of
+        from .chain import module_chain_of
 
         num_inputs, length = self.widths[0], self.widths[0] + self.widths[-1]
         data = _read_text(self.text, length)
@@ -200,7 +200,7 @@ class TextPerceptron(CountedInSamples):
             scaled = (rows / 127.5 - 1).astype(np.float32)
             return scaled[:, :num_inputs], scaled[:, num_inputs:]
 
-        return chain_of(initialize(MLP(self.widths), seed)), random_batches(seed, draw)
+        return module_chain_of(initialize(MLP(self.widths), seed)), random_batches(seed, draw)
 
 
 def _gated_width(width: int) -> int:

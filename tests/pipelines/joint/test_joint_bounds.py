@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
+from autoddl.pipelines.joint.bottleneck_bound import bottleneck_bound
 from autoddl.pipelines.joint.bounds import (
     balance_weights,
     fill_and_drain,
@@ -26,7 +27,6 @@ from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.cut_graph import MEMORY_PRICES, Bound, CutGraph
 from autoddl.pipelines.joint.cut_regions import impossible_arcs
 from autoddl.pipelines.joint.explorer import Explorer
-from autoddl.pipelines.joint.levels import bottleneck_bound
 from autoddl.pipelines.joint.memory_demand import demand_of_schedule, memory_demand_of
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.space import schedules

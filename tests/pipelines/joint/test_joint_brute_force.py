@@ -52,7 +52,7 @@ UNLIMITED = 1e12
 def no_comparison() -> Iterator[None]:
     """The families that a plan is compared with take a third of its time, and are not what is judged here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autoddl.pipelines.joint.planner.families_of", lambda *_: (), raising=False)
+        patch.setattr("autoddl.pipelines.joint.planner.plan_rivals", lambda *_: (), raising=False)
         yield
 
 

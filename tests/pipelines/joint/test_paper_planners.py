@@ -68,7 +68,7 @@ def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
     assert found.notes == ("the plan is the best that Chimera's planner found; its planner stopped after 7 s",)
     assert "stopped after 7 s" in str(plan_text(found))
     monkeypatch.undo()
-    monkeypatch.setattr("autoddl.pipelines.joint.families.Clock", Short)
+    monkeypatch.setattr("autoddl.pipelines.joint.rivals.Clock", Short)
     other = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=50.0), "dapple"))
     rows = {family.name: family for family in other.rivals}
     assert rows["Chimera"].how.endswith("; its planner stopped after 1 s") and other.notes == ()

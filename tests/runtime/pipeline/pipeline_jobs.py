@@ -17,9 +17,9 @@ from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, Bert, Llama, initialize
 from autoddl.pipelines.runtime.pipeline.chain import (
     ModuleChain,
-    chain_of,
     cut_into_stages,
     even_stage_sizes,
+    module_chain_of,
     tied_stages,
 )
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
@@ -37,14 +37,14 @@ def chain(model: str) -> ModuleChain:
     """``gpt`` (4 layers, tied), ``gpt-untied``, ``mlp`` (8), ``sequential`` (8, some without parameters), ``wide-range`` (8, every
     second one spreads magnitudes)."""
     if model.startswith("gpt"):
-        return chain_of(initialize(GPT(**GPT_SIZES, tied=model == "gpt"), seed=3))
+        return module_chain_of(initialize(GPT(**GPT_SIZES, tied=model == "gpt"), seed=3))
     if model == "mlp":
-        return chain_of(initialize(MLP([WIDTH] * 9), seed=3))
+        return module_chain_of(initialize(MLP([WIDTH] * 9), seed=3))
     if model == "wide-range":
         return wide_range(4, WIDTH)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)]
     layers += [nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    return chain_of(initialize(nn.Sequential(*layers), seed=3), loss=nn.functional.mse_loss)
+    return module_chain_of(initialize(nn.Sequential(*layers), seed=3), loss=nn.functional.mse_loss)
 
 
 class Spread(nn.Module):
@@ -62,7 +62,7 @@ def wide_range(num_pairs: int, width: int) -> ModuleChain:
     """What leaves a pair of layers has a wide range; what leaves it backwards, a product with a matrix, has not."""
     pairs = [(nn.Linear(width, width, bias=False), Spread(width)) for _ in range(num_pairs)]
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
-    return chain_of(initialize(model, seed=3), loss=nn.functional.mse_loss)
+    return module_chain_of(initialize(model, seed=3), loss=nn.functional.mse_loss)
 
 
 class Data:
@@ -233,7 +233,7 @@ def count_alive(schedules: Sequence[Any]) -> list[tuple[float, int, int]]:
     for schedule in schedules:
         model = nn.Sequential(*[Counted(WIDTH) for _ in range(schedule.num_stages)])
         data = Data("sequential", 4)
-        trainer = PipelineTrainer(chain_of(model, nn.functional.mse_loss), schedule, optimizer("SGD", 0.1), data)
+        trainer = PipelineTrainer(module_chain_of(model, nn.functional.mse_loss), schedule, optimizer("SGD", 0.1), data)
         Alive.most = 0
         report = trainer.run()
         results.append((report.peak_activations, Alive.most, Alive.now))
@@ -251,7 +251,7 @@ def count_bytes(schedules: Sequence[Any], width: int, rows: int) -> list[tuple[i
     for schedule in schedules:
         model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(schedule.num_stages)])
         trainer = PipelineTrainer(
-            chain_of(model, nn.functional.mse_loss),
+            module_chain_of(model, nn.functional.mse_loss),
             schedule,
             optimizer("SGD", 0.1),
             functools.partial(zeros, rows, width),
@@ -270,7 +270,7 @@ def count_compressed_bytes(cases: Sequence[tuple[Any, bool]], width: int, rows: 
     inputs, targets = generator.standard_normal((2, rows, width)).astype(np.float32)
     for schedule, is_wide in cases:
         model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(schedule.num_stages)])
-        narrow = chain_of(initialize(model, seed=3), nn.functional.mse_loss)
+        narrow = module_chain_of(initialize(model, seed=3), nn.functional.mse_loss)
         chosen = wide_range(schedule.num_stages, width) if is_wide else narrow
         trainer = PipelineTrainer(
             chosen, schedule, optimizer("SGD", 0.1), lambda number: (inputs, targets), compress=True
@@ -314,7 +314,7 @@ def chains_and_models() -> list[tuple[float, float, bool, dict[str, tuple[int, .
     for model, x in families:
         initialize(model, seed=2)
         names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-        stages = cut_into_stages(chain_of(model), even_stage_sizes(len(chain_of(model).layers), 3))
+        stages = cut_into_stages(module_chain_of(model), even_stage_sizes(len(module_chain_of(model).layers), 3))
         wanted = float(model(x, x).numpy())
         y = x
         for stage in stages:

@@ -36,13 +36,13 @@ from .search import explore
 from .stage_search import MakeStages, megatron_stages, replicated_stages
 
 __all__ = [
-    "PIPELINES",
+    "RIVAL_FAMILIES",
     "Family",
     "describe",
     "describe_common_strategy",
     "describe_stop",
-    "families_of",
     "paper_plan",
+    "plan_rivals",
 ]
 
 #: Share of the time limit for the searches of all families together.
@@ -84,8 +84,8 @@ class Family:
         return spec.name != "1f1b" or dict(spec.options)["policy"] in self.policies
 
 
-#: The families of pipelines, in the order of their rows.
-PIPELINES = (
+#: The families of pipelines that the joint plan is compared with, in the order of their rows.
+RIVAL_FAMILIES = (
     Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",), weight=8),
     Family("1F1B", ("1f1b",)),
     Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple"),
@@ -111,14 +111,14 @@ def describe(evaluation: Evaluation) -> str:
     return f"{spec.label}, {spec.num_stages} stages of {configuration.mesh}, {workload}"
 
 
-def families_of(
+def plan_rivals(
     job: PlanningJob,
     unpipelined: Planned | None,
     one_stage: Evaluation | None,
     error: UserError | None,
     explorer: Explorer,
 ) -> Iterator[tuple[Rival, Evaluation | None]]:
-    """Iterate over the families.
+    """Plan the rivals one after the other: the plans without a pipeline, then the best plan of each family.
 
     Args:
         job: The planning job.
@@ -136,15 +136,15 @@ def families_of(
         lower = min(unpipelined.lower_bound, one_stage.step_s) if job.options.base.objective == "step" else None
         yield Rival.of("pure SBP", one_stage, describe(one_stage), lower_bound_s=lower), one_stage
     yield _data_parallel(job)
-    offered = [family for family in PIPELINES if not family.stale or job.options.allow_stale]
+    offered = [family for family in RIVAL_FAMILIES if not family.stale or job.options.allow_stale]
     time_per_weight_s = _SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
     best = one_stage
-    for family in PIPELINES:
+    for family in RIVAL_FAMILIES:
         if family not in offered:
             yield Rival(family.title, infeasible="asynchronous; offered with allow_stale=True"), None
             continue
         # The first family, which most people use, gets a plan within any time limit; so do the others if no plan is known.
-        until_found = best is None or family is PIPELINES[0]
+        until_found = best is None or family is RIVAL_FAMILIES[0]
         rival, plan = _pipeline(job, family, explorer, family.weight * time_per_weight_s, until_found)
         best = plan or best
         yield rival, plan

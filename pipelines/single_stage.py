@@ -11,7 +11,7 @@ from typing import overload
 
 from .schedule import Kind, Schedule, Task
 
-__all__ = ["schedule_alone"]
+__all__ = ["single_stage_schedule"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Tasks(Sequence[Task]):
         return Task(passes[place], 0, 0, micro_batch)
 
 
-def schedule_alone(num_micro_batches: int, width: int = 1, recomputes: bool = False) -> Schedule:
+def single_stage_schedule(num_micro_batches: int, width: int = 1, recomputes: bool = False) -> Schedule:
     """Make the schedule of one stage on one worker.
 
     Args:
@@ -57,7 +57,7 @@ def schedule_alone(num_micro_batches: int, width: int = 1, recomputes: bool = Fa
         width: Number of devices of the worker.
         recomputes: Whether the forward pass is run again as a task of its own.
 
-    >>> [str(task) for task in schedule_alone(2).workers[0]]
+    >>> [str(task) for task in single_stage_schedule(2).workers[0]]
     ['0F0', '0B0', '0F1', '0B1', '0A0', '0U0']
     """
     return Schedule(

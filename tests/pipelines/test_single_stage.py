@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autoddl.pipelines.alone import schedule_alone
 from autoddl.pipelines.generators import generate
 from autoddl.pipelines.simulator import simulate
+from autoddl.pipelines.single_stage import single_stage_schedule
 from autoddl.pipelines.times import Times
 from autoddl.pipelines.validate import validate
 
@@ -15,7 +15,7 @@ from autoddl.pipelines.validate import validate
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
 def test_it_is_that_of_the_generator(num_micro_batches, recomputes):
     expected = generate("1f1b", num_stages=1, num_micro_batches=num_micro_batches, width=4, recompute=recomputes)
-    found = schedule_alone(num_micro_batches, 4, recomputes)
+    found = single_stage_schedule(num_micro_batches, 4, recomputes)
     assert [tuple(tasks) for tasks in found.workers] == list(expected.workers)
     assert found.workers[0][1:-1] == expected.workers[0][1:-1] and found.workers[0][-1] == expected.workers[0][-1]
     for name in ("name", "num_stages", "num_micro_batches", "placement", "update_period", "delays", "widths"):
@@ -26,7 +26,7 @@ def test_it_is_that_of_the_generator(num_micro_batches, recomputes):
 
 
 def test_it_has_as_many_micro_batches_as_it_likes():
-    schedule = schedule_alone(2**40)
+    schedule = single_stage_schedule(2**40)
     assert schedule.num_tasks == 2**41 + 2 and str(schedule.workers[0][2**40]) == f"0F{2**39}"
     with pytest.raises(IndexError):
         schedule.workers[0][2**41 + 2]
