@@ -184,11 +184,6 @@ def trust(candidates: Sequence[RivalPlan], cluster: Cluster, communication_only:
     return Trust(float(shares[0]), regret, rivals, measurement, costs.shape[1])
 
 
-def costs_of(usage: Usage, cluster: Cluster, communication_only: bool) -> np.ndarray:
-    """Seconds per step under every draw."""
-    return sum(_parts(usage, cluster, communication_only).values(), np.zeros(_num_draws(cluster)))
-
-
 def outside_notes(usage: Usage, cluster: Cluster) -> list[str]:
     """Notes about group sizes and messages of a plan that are outside the calibrated range of its cluster."""
     calibration = cluster.calibration

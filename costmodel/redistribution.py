@@ -41,12 +41,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
 from typing import Union
 
-from .collectives import ADJOINT, Collective, Step
+from .collectives import Collective, Step
 from .distribution import Axis, Distribution
 from .errors import UserError
 from .exchange import Exchange, exchange_between
@@ -121,23 +121,6 @@ class Redistribution:
             Step(move.collective, move.axis, fraction * nbytes)
             for move, fraction in zip(self.moves, self.fractions)
             if move.collective is not None
-        )
-
-    def reversed(self) -> Redistribution:
-        """The redistribution of the gradient: the adjoint moves in reverse order, on the dual distributions."""
-        held = dict(self.holdings)
-        moves = []
-        for move in self.moves:
-            held.update({atom: after for atom, _, after in move.parts})
-            parts = tuple((atom, _dual(after), _dual(before)) for atom, before, after in move.parts)
-            moves.append(replace(move, collective=move.collective and ADJOINT[move.collective], parts=parts))
-        return Redistribution(
-            self.target.dual(),
-            self.source.dual(),
-            self.digits,
-            tuple((atom, _dual(holding)) for atom, holding in held.items()),
-            tuple(reversed(moves)),
-            tuple(reversed(self.fractions)),
         )
 
 
@@ -464,11 +447,3 @@ class _Planner:
             self.fractions.append(1.0 / fewest if collective else 0.0)
         if goal:
             self.pending = [atom for atom in self.pending if self.held[atom] != self.goal[atom]]
-
-
-def _dual(holding: Holding) -> Holding:
-    if isinstance(holding, Broadcast):
-        return PartialSum()
-    if isinstance(holding, PartialSum):
-        return Broadcast()
-    return holding

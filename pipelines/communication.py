@@ -1,7 +1,7 @@
 """The communication of a schedule, and one total order of it.
 
 A transfer carries the output of one task to the worker of its consumer; a collective averages a stage's weight
-gradients over the workers that hold it. :func:`communication_order` sorts all of them by the times at which they begin
+gradients over the workers that hold it. :func:`timeline_order` sorts all of them by the times at which they begin
 in the simulation. If every worker issues its communication in that order, and its compute tasks at the simulated times in
 between, the schedule cannot deadlock, even if every transfer blocks both its ends and every worker has a single thread:
 the first pending item of the order has its inputs, and neither of its ends has anything else to do before it.
@@ -9,24 +9,20 @@ the first pending item of the order has its inputs, and neither of its ends has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Union
 
 import numpy as np
 
 from .schedule import Kind, Schedule, Task
-from .simulator import simulate
 from .tasktable import tabulate
 from .timeline import Timeline
-from .times import Times
 
 __all__ = [
     "Communication",
     "GradientAllReduce",
     "Transfer",
     "boundary_crossings",
-    "communication_bytes",
-    "communication_order",
+    "timeline_order",
 ]
 
 
@@ -34,10 +30,10 @@ class Transfer(NamedTuple):
     """The transfer of a task's output to the worker of its consumer.
 
     Attributes:
-        task: whose output is sent.
-        source: worker that sends.
-        destination: worker that receives.
-        begins: simulated start.
+        task: Task whose output is sent.
+        source: Worker that sends.
+        destination: Worker that receives.
+        begins: Simulated start.
     """
 
     task: Task
@@ -50,10 +46,10 @@ class GradientAllReduce(NamedTuple):
     """The all-reduce that averages a stage's weight gradients for one update.
 
     Attributes:
-        stage: of the gradients.
-        update: index of the update.
-        workers: workers that hold the stage, in the order of ``schedule.replicas_of(stage)``.
-        begins: simulated start.
+        stage: Stage of the gradients.
+        update: Index of the update.
+        workers: Workers that hold the stage, in the order of ``schedule.replicas_of(stage)``.
+        begins: Simulated start.
     """
 
     stage: int
@@ -65,22 +61,8 @@ class GradientAllReduce(NamedTuple):
 Communication = Union[Transfer, GradientAllReduce]
 
 
-def communication_order(schedule: Schedule, times: Times | None = None) -> tuple[Communication, ...]:
-    """All communication of a valid schedule, in one order that every worker can follow.
-
-    Args:
-        times: durations to order by; by default one unit for each task and 1/8 unit for each transfer. An order that is
-            valid for one set of times can be followed whatever the actual times are.
-    """
-    if times is None:
-        times = Times.of(
-            schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
-        )
-    return timeline_order(schedule, simulate(schedule, times))
-
-
 def timeline_order(schedule: Schedule, timeline: Timeline) -> tuple[Communication, ...]:
-    """The communication of a timeline with recorded transfers, sorted by the time at which it begins."""
+    """Return the communication of a timeline with recorded transfers, sorted by the time at which it begins."""
     assert timeline.departures is not None
     entries: list[tuple[float, int, Communication]] = []
     collectives: dict[tuple[int, int], float] = {}
@@ -100,7 +82,7 @@ def timeline_order(schedule: Schedule, timeline: Timeline) -> tuple[Communicatio
 
 
 def boundary_crossings(schedule: Schedule) -> tuple[tuple[float, float], ...]:
-    """Per boundary between stages, how many micro-batches' (activations, gradients) cross to another worker there."""
+    """Return the numbers of micro-batches whose (activations, gradients) are sent to another worker, for each stage boundary."""
     table = tabulate(schedule)
     placement = np.array(schedule.placement)
     size = table.num_slots / table.slots_per_micro_batch
@@ -114,25 +96,3 @@ def boundary_crossings(schedule: Schedule) -> tuple[tuple[float, float], ...]:
         crosses = placement[pipeline, boundary] != placement[pipeline, boundary + 1]
         np.add.at(crossings[:, column], boundary[crosses], size[numbers][crosses])
     return tuple((float(forward), float(backward)) for forward, backward in crossings)
-
-
-def communication_bytes(
-    schedule: Schedule, boundary_bytes: Sequence[float], gradient_bytes: Sequence[float] | None = None
-) -> tuple[float, float]:
-    """Bytes sent over the whole schedule: (between stages, in gradient all-reduces).
-
-    Args:
-        boundary_bytes: bytes of one micro-batch's activation at each boundary; its gradient has the same size.
-        gradient_bytes: bytes of each stage's weight gradients. An all-reduce over r replicas sends 2 (r - 1) times as much,
-            as a ring does, the least possible if the replicas share the work evenly. None: all-reduces are not counted.
-    """
-    between = sum(
-        (forward + backward) * size for (forward, backward), size in zip(boundary_crossings(schedule), boundary_bytes)
-    )
-    if gradient_bytes is None:
-        return between, 0.0
-    reduced = sum(
-        2 * (schedule.num_replicas_of(stage) - 1) * size * schedule.num_updates
-        for stage, size in enumerate(gradient_bytes)
-    )
-    return between, reduced

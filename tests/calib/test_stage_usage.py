@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from autoddl.calib.stageusage import usage_of_all, usage_of_step
-from autoddl.calib.trust import costs_of, drawn_cluster
+from autoddl.calib.trust import drawn_cluster
 from autoddl.costmodel.calibration import Calibration, Replicates
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
 from autoddl.zoo import Transformer, gpt
+
+from .drawn_costs import costs_of
 
 CALIBRATION = Calibration("2026-01-02", "here", "1", 10, (), (), (), ())
 CLUSTER = load_cluster("gcp-a100").resized(1, 4).with_links(latency_s=2e-6, bandwidth=1e8)

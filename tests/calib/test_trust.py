@@ -10,7 +10,7 @@ import pytest
 
 from autoddl.calib.clusterfile import calibrated_document, fit_samples
 from autoddl.calib.stageusage import usage_of_step
-from autoddl.calib.trust import RivalPlan, Usage, costs_of, drawn_cluster, outside_notes, trust
+from autoddl.calib.trust import RivalPlan, Usage, drawn_cluster, outside_notes, trust
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.calibration import Calibration, Coverage, Replicates
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
@@ -34,6 +34,7 @@ from autoddl.text.trust import trust_section
 from autoddl.trusting import trust_document, trust_of
 from autoddl.zoo.feedforward import mlp
 
+from .drawn_costs import costs_of
 from .synthetic import ring, samples_of
 
 GATHER, REDUCE = Collective.ALL_GATHER, Collective.ALL_REDUCE

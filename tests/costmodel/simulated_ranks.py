@@ -15,16 +15,16 @@ An exchange's pieces are cut out of what their senders hold by global index, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
 import numpy as np
 
-from autoddl.costmodel.collectives import Collective
+from autoddl.costmodel.collectives import ADJOINT, Collective
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.exchange import Exchange
-from autoddl.costmodel.redistribution import Digit, Move, Redistribution, Route
+from autoddl.costmodel.redistribution import Digit, Holding, Move, Redistribution, Route
 from autoddl.costmodel.sbp import Broadcast, PartialSum, SBPState, Split
 
 Digits = tuple[tuple[int, ...], ...]
@@ -46,7 +46,36 @@ def all_distributions(mesh: Sequence[int], num_dims: int) -> list[Distribution]:
 
 def reversed_route(route: Route) -> Route:
     """The route of the gradient: the adjoint moves in reverse order, on the dual distributions."""
-    return tuple(part.reversed() for part in reversed(route))
+    return tuple(
+        part.reversed() if isinstance(part, Exchange) else reversed_redistribution(part) for part in reversed(route)
+    )
+
+
+def reversed_redistribution(part: Redistribution) -> Redistribution:
+    """The redistribution of the gradient: the adjoint moves in reverse order, on the dual distributions."""
+    held = dict(part.holdings)
+    moves = []
+    for move in part.moves:
+        held.update({atom: after for atom, _, after in move.parts})
+        parts = tuple((atom, dual(after), dual(before)) for atom, before, after in move.parts)
+        moves.append(replace(move, collective=move.collective and ADJOINT[move.collective], parts=parts))
+    return Redistribution(
+        part.target.dual(),
+        part.source.dual(),
+        part.digits,
+        tuple((atom, dual(holding)) for atom, holding in held.items()),
+        tuple(reversed(moves)),
+        tuple(reversed(part.fractions)),
+    )
+
+
+def dual(holding: Holding) -> Holding:
+    """What an axis holds of the gradient of a tensor of which it has ``holding``."""
+    if isinstance(holding, Broadcast):
+        return PartialSum()
+    if isinstance(holding, PartialSum):
+        return Broadcast()
+    return holding
 
 
 # ------------------------------------------------------------------------------------------------- tensors on all ranks

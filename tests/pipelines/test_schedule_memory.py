@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.pipelines.communication import boundary_crossings, communication_bytes
+from autoddl.pipelines.communication import boundary_crossings
 from autoddl.pipelines.generators import generate
 from autoddl.pipelines.memory import (
     activations_alive,
@@ -20,6 +20,8 @@ from autoddl.pipelines.memory import (
     weight_versions,
 )
 from autoddl.pipelines.schedule import Kind
+
+from ..communicated import communication_bytes
 
 
 def test_chimeras_peaks():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.pipelines.communication import Transfer, communication_order
+from autoddl.pipelines.communication import Transfer, timeline_order
 from autoddl.pipelines.generators import families, generate
 from autoddl.pipelines.grid import from_csv
 from autoddl.pipelines.schedule import Kind, Schedule, parse_task
@@ -216,7 +216,7 @@ def single_threaded(schedule: Schedule) -> bool:
     """Whether the schedule gets through when every worker has one thread and every transfer and collective blocks all
     its ends.
 
-    Each worker's program is its compute and its share of :func:`communication_order`; where in it a transfer stands
+    Each worker's program is its compute and its share of :func:`timeline_order`; where in it a transfer stands
     follows from the simulated times alone.
     """
     times = Times.of(schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125)
@@ -225,7 +225,7 @@ def single_threaded(schedule: Schedule) -> bool:
     for worker, index, task in schedule.tasks():
         if task.kind is not Kind.ALL_REDUCE:
             programs[worker].append((timeline.starts[worker][index], 1, (worker, index)))
-    order = communication_order(schedule, times)
+    order = timeline_order(schedule, timeline)
     ends_of: dict[int, tuple[int, ...]] = {}
     for number, item in enumerate(order):
         ends_of[number] = (item.source, item.destination) if isinstance(item, Transfer) else item.workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import oneflow as flow
 
 from autoddl.costmodel.errors import UserError
@@ -111,20 +110,3 @@ def peer_refusals():
         except UserError as error:
             messages.append(str(error))
     return messages
-
-
-def train_replicated(weight, shards, num_steps):
-    """Gradient descent on |x w|^2 / 2 with w replicated and x split: sum_gradients makes all replicas take one step."""
-    rank, world_size = flow.env.get_rank(), flow.env.get_world_size()
-    axis = RankAxis(world_size, 1, world_size)
-    x, w = flow.tensor(shards[rank]), flow.tensor(weight, requires_grad=True)
-    optimizer = flow.optim.SGD([w], lr=1 / 128)  # OneFlow keeps it in single precision
-    losses = []
-    for _ in range(num_steps):
-        y = flow.matmul(x, collectives.sum_gradients(w, axis))
-        loss = (y * y).sum() / 2
-        losses.append(collectives.all_reduce(loss.detach(), axis).numpy().item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return losses, np.array(w.numpy())

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoddl.pipelines.runtime.comm.mesh import RankAxis, RankMesh
+from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES
 
+from .rank_meshes import RankMesh
 from .sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("collective_jobs.py")
@@ -40,7 +41,6 @@ MEANING = {
     "pad_shard": lambda xs, dim: [
         np.concatenate([x if j == k else np.zeros_like(x) for j in range(len(xs))], axis=dim) for k, x in enumerate(xs)
     ],
-    "sum_gradients": lambda xs: list(xs),
 }
 
 
@@ -56,9 +56,7 @@ def adjoint(meaning, input_shape, output_gradients):
 
 
 def expected_gradients(operation, dims, input_shape, output_gradients):
-    if operation != "sum_gradients":
-        return adjoint(lambda xs: MEANING[operation](xs, *dims), input_shape, output_gradients)
-    return [sum(output_gradients)] * len(output_gradients)  # the one that is no adjoint: it stands for a sum of uses
+    return adjoint(lambda xs: MEANING[operation](xs, *dims), input_shape, output_gradients)
 
 
 def whole_numbers(generator, shape, dtype="float64"):
@@ -75,7 +73,7 @@ def calls_along(axis, generator):
     """Every operation along every dimension of a small tensor."""
     p = axis.size
     for operation in MEANING:
-        num_dims_taken = {"all_reduce": 0, "sum_gradients": 0, "all_to_all": 2}.get(operation, 1)
+        num_dims_taken = {"all_reduce": 0, "all_to_all": 2}.get(operation, 1)
         for dims in itertools.permutations(range(3), num_dims_taken):
             shape = [2, 1, 3]
             if dims:  # the dimension that is cut, or joined
@@ -109,7 +107,7 @@ def collective_calls(draw):
     operation = draw(st.sampled_from(sorted(MEANING)))
     shape = draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
     dims = tuple(draw(st.permutations(range(len(shape)))))
-    dims = dims[: {"all_reduce": 0, "sum_gradients": 0, "all_to_all": 2}.get(operation, 1)]
+    dims = dims[: {"all_reduce": 0, "all_to_all": 2}.get(operation, 1)]
     if dims:
         shape[dims[0]] *= axis.size
     if draw(st.booleans()):  # a dimension may be counted from the back
@@ -156,7 +154,6 @@ SENT = {
 }
 SENT_BACKWARD = {
     **SENT,
-    "sum_gradients": SENT["all_reduce"],
     "all_gather": lambda p, n: ((p - 1) * n, p - 1),  # reduce-scatter of the output's gradient
 }
 
@@ -178,7 +175,6 @@ def test_bytes_are_those_of_theory(counted_ranks, axis):
             ("all_to_all", axis, (0, 1), shape),
             ("take_shard", axis, (1,), shape),
             ("pad_shard", axis, (1,), shape),
-            ("sum_gradients", axis, (), shape),
         ]
 
     def count():
@@ -186,8 +182,7 @@ def test_bytes_are_those_of_theory(counted_ranks, axis):
         found = []
         for (operation, _, dims, shape), got in zip(calls, counted):
             n = 4 * int(np.prod(shape))
-            tables = (SENT if operation != "sum_gradients" else {"sum_gradients": SENT["take_shard"]}), SENT_BACKWARD
-            for direction, table, traffic in zip(("forward", "backward"), tables, got):
+            for direction, table, traffic in zip(("forward", "backward"), (SENT, SENT_BACKWARD), got):
                 ideal, num_messages = (axis.num_ranks * value for value in table[operation](axis.size, n))
                 what, payload = f"{operation}{dims} of {shape}, {direction}", traffic.payload_bytes
                 if ideal:
@@ -240,19 +235,6 @@ def test_groups_may_differ_in_history(ranks):
         for group in axis.groups():
             for rank, expected in zip(group, MEANING[operation]([inputs[r] for r in group], *dims)):
                 np.testing.assert_array_equal(results[rank][number], expected, err_msg=f"call {number}")
-
-
-def test_replicas_stay_equal(ranks):
-    generator = np.random.default_rng(4)
-    weight, shards = generator.normal(size=(3, 2)), generator.normal(size=(4, 5, 3))
-    results = ranks(4).run(f"{JOBS}:train_replicated", weight, list(shards), 5, timeout_s=60)
-    x, w, losses = shards.reshape(20, 3), weight.copy(), []
-    for _ in range(5):
-        losses.append(((x @ w) ** 2).sum() / 2)
-        w -= x.T @ (x @ w) / 128
-    for got_losses, got_weight in results:
-        np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-        np.testing.assert_allclose(got_weight, w, rtol=1e-12)
 
 
 # ---- Point to point, refusals ---------------------------------------------------------------------------------------------

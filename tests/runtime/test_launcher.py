@@ -18,7 +18,7 @@ import pytest
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.failures import FailureKind, RankError, RankFailure, RankUserError
-from autoddl.pipelines.runtime.ranks.launcher import RankPool, launch, launch_script
+from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.pipelines.runtime.ranks.network import namespace_available
 from autoddl.pipelines.runtime.ranks.processes import share_of_cores
 from autoddl.pipelines.runtime.ranks.rank import resolve_target
@@ -142,6 +142,12 @@ def test_one_rank_may_be_shown(tmp_path, capfd):
         pool.run(f"{JOBS}:talk", "hello")
     assert capfd.readouterr().out == "hello from 1\n"
     assert (tmp_path / "rank0.log").read_text() == "hello from 0\n"
+
+
+def launch(target, num_ranks, *arguments, **options):
+    """Run one job on new ranks."""
+    with RankPool(num_ranks, **options) as pool:
+        return pool.run(target, *arguments)
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
@@ -286,8 +292,6 @@ def test_mistakes_that_are_seen_before_anything_is_sent(pool):
     assert pool.run(f"{JOBS}:square", 1) == [(0, 1), (1, 1), (2, 1)]  # and so the ranks are still there
     with pytest.raises(UserError, match="0 ranks cannot be started"):
         RankPool(0)
-    with pytest.raises(UserError, match=r"script /nowhere\.py does not exist"):
-        launch_script("/nowhere.py", 2)
 
 
 # ---- No process is left -----------------------------------------------------------------------------------------------------
@@ -380,19 +384,21 @@ def test_scripts(tmp_path, monkeypatch):
         "sys.exit(int(sys.argv[2]))\n"
     )
     (tmp_path / "helper.py").write_text("WORD = '!'\n")  # next to the script, as `python script.py` would find it
-    launch_script(script, 2, [str(tmp_path), "0"], with_oneflow=False)
+    run_script = "autoddl.pipelines.runtime.ranks.rank:run_script"
+    launch(run_script, 2, str(script), [str(tmp_path), "0"], with_oneflow=False)
     assert [(tmp_path / rank).read_text() for rank in "01"] == [f"{tmp_path} 0!"] * 2
     with pytest.raises(RankError, match=r"raised RuntimeError: .*script\.py exited with 5"):
-        launch_script(script, 1, [str(tmp_path), "5"], with_oneflow=False)
+        launch(run_script, 1, str(script), [str(tmp_path), "5"], with_oneflow=False)
 
 
 def test_a_launching_script_needs_no_installation_of_its_own(tmp_path):
     """Ranks find the functions of the very script that starts them."""
     script = tmp_path / "example.py"
     script.write_text(
-        "from autoddl.pipelines.runtime.ranks.launcher import launch\n"
+        "from autoddl.pipelines.runtime.ranks.launcher import RankPool\n"
         "def double(x):\n    return 2 * x\n"
-        "if __name__ == '__main__':\n    print(launch(double, 2, 21, with_oneflow=False))\n"
+        "if __name__ == '__main__':\n"
+        "    with RankPool(2, with_oneflow=False) as pool:\n        print(pool.run(double, 21))\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[42, 42]\n", "")

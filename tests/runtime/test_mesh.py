@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.comm.mesh import RankAxis, RankMesh
+from autoddl.pipelines.runtime.comm.mesh import RankAxis
+
+from .rank_meshes import RankMesh
 
 meshes = st.builds(
     RankMesh,

@@ -58,4 +58,4 @@ def test_other_systems_are_named(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     available = namespace_available()
     assert not available
-    assert available.reason == "network namespaces are Linux's; this is darwin"
+    assert available.reason == "network namespaces need Linux; this is darwin"

@@ -15,7 +15,6 @@ function               forward          backward         backward function      
 `all_to_all`           S(c) -> S(s)     S(s) -> S(c)     the inverse all-to-all               (p-1)/p n
 `take_shard`           B -> S(d)        S(d) -> P        zero padding                         0
 `pad_shard`            S(d) -> P        B -> S(d)        taking the shard                     0
-`sum_gradients`        B -> B           P -> B           all-reduce, forward is the identity  0, then 2 (p-1)/p n
 =====================  ===============  ===============  ===================================  ====================
 
 A backward pass is the adjoint of the map from the inputs of all ranks to the outputs of all ranks. So an all-reduced loss counts p
@@ -58,7 +57,6 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "send",
-    "sum_gradients",
     "sum_over",
     "take_shard",
 ]
@@ -171,16 +169,6 @@ def pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
     return _differentiable(
         "pad_shard", lambda t: _pad_shard(t, axis, dim), lambda dy: _take_shard(dy, axis, dim), x, axis
     )
-
-
-def sum_gradients(x: Tensor, axis: RankAxis) -> Tensor:
-    """B -> B: return ``x``, and sum its gradient over the group's ranks in the backward pass, as for a replicated parameter.
-
-    Raises:
-        UserError: The type of ``x`` cannot be summed.
-    """
-    _check_call(x, axis, "all-reduce", _SUMMABLE)
-    return _differentiable("sum_gradients", lambda t: t.clone(), lambda dy: _all_reduce(dy, axis), x, axis)
 
 
 def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:

@@ -506,11 +506,6 @@ class ProductOrder:
         """For each output feature, its row in the modules' concatenated weights."""
         return product_rows(self.section_widths, self.num_groups)
 
-    @property
-    def group_width(self) -> int:
-        """Number of features in a group."""
-        return sum(self.section_widths) // self.num_groups
-
 
 def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
     """Return the order of a linear layer's output features (see the module's docstring).

@@ -1,4 +1,4 @@
-"""Meshes of ranks, and the groups of ranks along an axis.
+"""The axes of a mesh of ranks, and the groups of ranks along an axis.
 
 A mesh of lengths (l_0, ..., l_k) holds the ranks ``first_rank`` to ``first_rank + num_ranks - 1`` in natural order, the last
 axis varying fastest, so that a step of one along axis i is a step of ``stride_i = l_{i+1} * ... * l_k`` ranks. Ranks 0 to 7
@@ -18,12 +18,11 @@ another order, and returns wrong values).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError
 
-__all__ = ["RankAxis", "RankMesh"]
+__all__ = ["RankAxis"]
 
 
 @dataclass(frozen=True)
@@ -77,40 +76,3 @@ class RankAxis:
         """All groups along this axis, ordered by their first rank; each rank of the mesh is in exactly one."""
         ranks = range(self.first_rank, self.first_rank + self.num_ranks)
         return [self.group(rank) for rank in ranks if self.index(rank) == 0]
-
-
-@dataclass(frozen=True)
-class RankMesh:
-    """Ranks in natural order on several axes.
-
-    Attributes:
-        lengths: of the axes, the slowest first.
-        first_rank: the lowest rank.
-    """
-
-    lengths: tuple[int, ...]
-    first_rank: int = 0
-
-    def __post_init__(self) -> None:
-        if any(length < 1 for length in self.lengths):
-            raise UserError(f"the mesh {self.lengths} has an axis shorter than 1")
-
-    @property
-    def num_ranks(self) -> int:
-        return math.prod(self.lengths)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """For each axis, the distance in ranks of neighbours along it."""
-        return tuple(math.prod(self.lengths[i + 1 :]) for i in range(len(self.lengths)))
-
-    def axis(self, i: int) -> RankAxis:
-        return RankAxis(self.lengths[i], self.strides[i], self.num_ranks, self.first_rank)
-
-    @property
-    def axes(self) -> tuple[RankAxis, ...]:
-        return tuple(self.axis(i) for i in range(len(self.lengths)))
-
-    def coordinates(self, rank: int) -> tuple[int, ...]:
-        """The coordinates of ``rank`` on all axes."""
-        return tuple(axis.index(rank) for axis in self.axes)

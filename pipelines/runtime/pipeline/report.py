@@ -71,12 +71,6 @@ class PipelineReport:
     bytes_saved: int = 0
     num_uncompressed: int = 0
 
-    def mean_losses(self) -> tuple[float, ...]:
-        """Return the mean loss over the micro-batches of each update."""
-        schedule = self.timeline.schedule
-        updates = (schedule.micro_batches_of(update) for update in range(schedule.num_updates))
-        return tuple(sum(self.losses[number] for number in numbers) / len(numbers) for numbers in updates)
-
 
 def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport:
     """Combine the reports of all ranks, in the order of the ranks, into one."""

@@ -1,12 +1,12 @@
-"""Processes of ranks: started, watched and ended; what they say and what they send.
+"""Starts, watches and ends the processes of ranks, and measures the bytes that they send.
 
-- `launcher`: `RankPool`, `launch` and `launch_script` start ranks on this machine, give them jobs, watch them and end them;
-  `localranks` has their processes (`processes`), `rank` is what runs in each of them, `messages` is what they exchange with the
-  launcher, `failures` describes what goes wrong.
-- `keeper`: the process above a rank that ends everything that the rank started (`descendants`); `parting`: how ranks that are done
-  leave; `workfolders`: the folders that they write to.
-- `network`, `connections`, `wire`: a private network for the ranks of a job, and the bytes that they really send; `turns`: short
-  turns of threads on shared cores.
+- `launcher`: `RankPool` starts ranks on this machine, runs jobs on them, watches them and ends them;
+  `localranks` manages their processes (`processes`), `rank` is the program of each process, `messages` has the messages between a
+  rank and the launcher, and `failures` describes failed ranks.
+- `keeper`: the parent process of a rank, which ends all processes that the rank started (`descendants`); `parting`: how ranks leave
+  a finished job; `workfolders`: temporary folders.
+- `network`, `connections`, `wire`: a private network for the ranks of a job, and the bytes that the ranks send; `turns`: short time
+  slices of threads on shared cores.
 
 Nothing is imported here, so that processes without OneFlow never load it.
 """

@@ -1,4 +1,4 @@
-"""TCP connections as the kernel lists them (``/proc/PID/net/tcp``); nothing is sent to find out."""
+"""Lists the TCP sockets of a network namespace, read from ``/proc/PID/net/tcp``. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ class Socket(NamedTuple):
     """A socket of a network namespace.
 
     Attributes:
-        here, there: addresses in hexadecimal, ``ADDRESS:PORT``.
-        inode: of the socket, to which file descriptors point.
-        is_listening, is_established: its state; both are False in others.
+        here: Local address in hexadecimal, ``ADDRESS:PORT``.
+        there: Remote address, in the same form.
+        inode: Inode of the socket. The links in ``/proc/PID/fd`` name it.
+        is_listening: Whether the socket waits for connections.
+        is_established: Whether the socket is connected.
     """
 
     here: str
@@ -27,7 +29,7 @@ class Socket(NamedTuple):
 
 
 def connections(pid: int | str = "self") -> Iterator[Socket]:
-    """All in the network namespace of a process; none where it is gone."""
+    """Iterate over the TCP sockets in the network namespace of a process. There are none if the process has ended."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -36,5 +38,5 @@ def connections(pid: int | str = "self") -> Iterator[Socket]:
 
 
 def port_of(address: str) -> int:
-    """The port of an address of a `Socket`."""
+    """Return the port of an address of a `Socket`."""
     return int(address.rpartition(":")[2], 16)

@@ -1,8 +1,8 @@
-"""Finding all descendants of a process in /proc, and killing them.
+"""Finds all descendants of a process in /proc, and kills them.
 
-A child that calls ``setsid`` or whose parent has exited leaves the process group, but not the tree: below a sub-reaper (see
-`keeper`) an orphan becomes the sub-reaper's child. If the sub-reaper was killed and the tree is broken, descendants are recognised
-by a mark in the environment that they inherit.
+A child that calls ``setsid`` leaves the process group, but remains in the tree of processes. An orphan below a sub-reaper (see
+`keeper`) becomes a child of the sub-reaper. If the sub-reaper has been killed, descendants are recognised by a mark in their
+environment, which they have inherited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["become_subreaper", "descendants", "die_with_parent", "end_descendants", "is_stopped"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_ENDED = "ZX"  # states of processes of which only the exit code is left
+_ENDED_STATES = "ZX"  # zombie, dead
 _PAUSE_SECONDS = 0.005
 
 
@@ -28,7 +28,7 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the system kill this process when its parent, process ``parent``, exits; at once if it already has."""
+    """Make the system kill this process when its parent, process ``parent``, exits. Exit now if the parent has already exited."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -42,13 +42,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is suspended."""
-    found = _status(pid)
-    return found is not None and found[0] in "Tt"
+    """Return whether a process is suspended."""
+    status = _state_and_parent(pid)
+    return status is not None and status[0] in "Tt"
 
 
-def _status(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process; None if there is no such process."""
+def _state_and_parent(pid: int) -> tuple[str, int] | None:
+    """Return the state and the parent of a process, or None if there is no such process."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -61,14 +61,20 @@ def _all_pids() -> list[int]:
 
 
 def descendants(roots: Collection[int], mark: str = "") -> set[int]:
-    """The running processes below ``roots``, and those with ``mark`` (``NAME=VALUE``) in their environment; without the roots."""
+    """Return the running descendants of ``roots``, and the running processes with ``mark`` in their environment.
+
+    Args:
+        roots: Processes. The result does not contain them.
+        mark: An environment variable, ``NAME=VALUE``; "" for none.
+    """
     children: dict[int, list[int]] = {}
     running = set()
     for pid in _all_pids():
-        found = _status(pid)
-        if found is not None:
-            children.setdefault(found[1], []).append(pid)
-            if found[0] not in _ENDED:
+        status = _state_and_parent(pid)
+        if status is not None:
+            state, parent = status
+            children.setdefault(parent, []).append(pid)
+            if state not in _ENDED_STATES:
                 running.add(pid)
     below: set[int] = set()
     waiting = list(roots)
@@ -89,16 +95,25 @@ def _has_mark(pid: int, mark: bytes) -> bool:
 
 
 def end_descendants(roots: Collection[int], patience_s: float, mark: str = "") -> set[int]:
-    """Kill everything that `descendants` finds until it finds nothing; returns what is left after ``patience_s``.
+    """Kill all processes that `descendants` finds, repeatedly, until it finds none.
 
-    The roots are not killed: as long as they live, processes orphaned meanwhile become their children and are found next time.
+    The roots are not killed. While they run, processes that are orphaned meanwhile become their children, and the next search finds
+    them.
+
+    Args:
+        roots: Processes whose descendants are killed.
+        patience_s: Longest time to try [s].
+        mark: See `descendants`.
+
+    Returns:
+        The processes that still run after ``patience_s``.
     """
     deadline = time.monotonic() + patience_s
-    while left := descendants(roots, mark):
-        for pid in left:
+    while remaining := descendants(roots, mark):
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            return left
+            return remaining
         time.sleep(_PAUSE_SECONDS)
     return set()

@@ -1,17 +1,17 @@
-"""The process between a launcher and a rank, which ends everything that the rank starts when the rank ends.
+"""The keeper: a process between the launcher and a rank, which ends all processes that the rank has started when the rank ends.
 
     launcher -> keeper -> rank -> processes started by the user's code
 
-A keeper is a sub-reaper: a child of the rank that calls ``setsid``, forks twice, or both, stays below it and is found when the rank
-has ended, however the rank ended. It is a process of its own because the launcher may be the user's process, which has other
-children, and because the rank runs the user's code, which need not expect to become a parent of orphans.
+A keeper is a sub-reaper: descendants of the rank that call ``setsid`` or fork twice remain descendants of the keeper, and are found
+after the rank has ended. The keeper is a separate process because the launcher may be the user's process, which has other children,
+and because the rank runs the user's code, which may not expect orphans as its children.
 
-- The rank ends: the keeper ends everything that is left, and then itself as the rank did, so that the launcher sees the rank's
-  exit code or signal.
-- The launcher ends, or is suspended for longer than its timeout: the keeper ends the rank and everything that is left.
-- The keeper is killed: the system kills the rank.
+- If the rank ends, the keeper kills the remaining descendants. Then it ends with the exit code or the signal of the rank, which the
+  launcher sees.
+- If the launcher ends, or is suspended for longer than its timeout, the keeper kills the rank and all descendants.
+- If the keeper is killed, the system kills the rank.
 
-It takes no part in the messages between the launcher and the rank.
+The keeper does not read the messages between the launcher and the rank.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _IGNORED = (
 
 
 def keep(read_fd: int, write_fd: int, launcher_timeout_s: float = 0.0) -> None:
-    """Fork. Returns in the child, which becomes the rank and leads a session; the parent stays as its keeper.
+    """Fork into a keeper and a rank. Returns only in the child, which becomes the rank and leads a new session.
 
     Args:
-        read_fd: the pipe from the launcher, which is closed when the launcher exits.
-        write_fd: the pipe to the launcher.
-        launcher_timeout_s: how long the launcher may be suspended before the rank is ended; 0: forever.
+        read_fd: Pipe from the launcher. It is closed when the launcher exits.
+        write_fd: Pipe to the launcher.
+        launcher_timeout_s: Longest time [s] that the launcher may be suspended before the rank is ended; 0: no limit.
     """
     become_subreaper()
     keeper = os.getpid()
@@ -97,7 +97,7 @@ class _Keeper:
                     os.read(self._woken, 4096)
 
     def _reap(self) -> int | None:
-        """Reap all children that have ended; returns the rank's status, None while it runs."""
+        """Reap all children that have ended. Return the rank's status, or None while it runs."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == self._rank:
@@ -106,7 +106,7 @@ class _Keeper:
                 return None
 
     def _is_launcher_stopped(self) -> bool:
-        """Whether the launcher has been suspended for longer than its timeout."""
+        """Return whether the launcher has been suspended for longer than its timeout."""
         if self._timeout_s == 0 or not is_stopped(self._launcher):
             self._stopped_since = None
             return False
@@ -117,7 +117,7 @@ class _Keeper:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End this process with the exit code, or by the signal, of another process's status."""
+    """End this process with the exit code or by the signal of ``status``, which is another process's status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has already dumped core

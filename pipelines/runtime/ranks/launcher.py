@@ -1,7 +1,7 @@
 """Starts ranks on this machine, runs jobs on them, watches them, and ends them all.
 
-A `RankPool` starts its ranks once and runs any number of jobs on them; `launch` is a pool for a single job. Every job is one
-Python function that all ranks call (importable, with picklable arguments and results), and returns one result per rank.
+A `RankPool` starts its ranks once and runs any number of jobs on them. A job is a Python function that all ranks call. The function
+must be importable, and its arguments and results must be picklable. A job returns one result per rank.
 
     with RankPool(4) as pool:
         results = pool.run("my_package.jobs:train", 50)
@@ -37,7 +37,7 @@ from .processes import RankProcess, is_listening, rank_environment, reserve_port
 from .rank import write_job
 from .workfolders import WorkFolder
 
-__all__ = ["RankPool", "Target", "launch", "launch_script"]
+__all__ = ["RankPool", "Target"]
 
 Target = Union[str, Callable[..., Any]]
 
@@ -326,46 +326,6 @@ class RankPool:
         self._ranks.end()
         if self._work_folder is not None:
             self._work_folder.keep() if failed else self._work_folder.remove()
-
-
-def launch(
-    target: Target,
-    num_ranks: int,
-    *arguments: Any,
-    timeout_s: float | None = None,
-    on_report: Callable[[int, Any], None] | None = None,
-    **pool_options: Any,
-) -> list[Any]:
-    """Call ``target(*arguments)`` on ``num_ranks`` new ranks; see `RankPool` and `RankPool.run`."""
-    with RankPool(num_ranks, **pool_options) as pool:
-        return pool.run(target, *arguments, timeout_s=timeout_s, on_report=on_report)
-
-
-def launch_script(
-    path: Path | str,
-    num_ranks: int,
-    arguments: Sequence[str] = (),
-    *,
-    timeout_s: float | None = None,
-    **pool_options: Any,
-) -> None:
-    """Run the script ``path`` with command-line ``arguments`` on every rank, as ``python path ...`` would.
-
-    Raises:
-        UserError: there is no such script.
-        RankError: as for `launch`.
-    """
-    if not Path(path).is_file():
-        raise UserError(f"script {path} does not exist")
-    script = str(Path(path).resolve())
-    launch(
-        "autoddl.pipelines.runtime.ranks.rank:run_script",
-        num_ranks,
-        script,
-        list(arguments),
-        timeout_s=timeout_s,
-        **pool_options,
-    )
 
 
 def _check_possible(num_ranks: int, private_network: bool, with_oneflow: bool) -> None:

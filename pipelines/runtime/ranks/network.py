@@ -1,10 +1,11 @@
 """A private network for a job: a Linux network namespace whose loopback device carries only the job's traffic.
 
-The counters of ``lo`` then hold exactly what the ranks of the job send to each other. The first rank creates the namespace,
-the others join it. Root may create one directly; other users need a user namespace, if the system allows it.
+The counters of ``lo`` then count exactly the bytes that the ranks of the job send to each other. The first rank creates the
+namespace, and the other ranks join it. Root can create a network namespace directly. Other users need a user namespace in addition,
+which not every system allows.
 
-Inside the namespace TCP does not probe for lost tails. When ranks exceed cores acknowledgements are often late, and every probe
-sends 64 KB a second time (in a third of the 8 MB collectives of 8 ranks on 2 cores, and never without probes).
+Inside the namespace TCP's tail loss probes are switched off. If there are more ranks than cores, acknowledgements are often late,
+and every probe sends 64 KB a second time (in a third of the 8 MB collectives of 8 ranks on 2 cores; never without probes).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class LoopbackCounters:
     """Traffic over ``lo`` since the namespace was created.
 
     Attributes:
-        num_bytes: bytes sent, with the headers of every packet.
-        num_packets: packets sent.
-        num_resent: TCP segments of up to 64 KB among them that were retransmitted.
+        num_bytes: Number of bytes sent, with the headers of every packet.
+        num_packets: Number of packets sent.
+        num_resent: Number of TCP segments, of up to 64 KB, that were retransmitted.
     """
 
     num_bytes: int
@@ -45,7 +46,7 @@ class LoopbackCounters:
 
 
 def read_loopback() -> LoopbackCounters:
-    """The counters of this process's network namespace."""
+    """Return the counters of this process's network namespace."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -62,10 +63,10 @@ def _num_resent() -> int:
 
 
 def create_namespace() -> None:
-    """Move this process, which must have a single thread, into a new network namespace with ``lo`` up.
+    """Move this process into a new network namespace, and activate its loopback device. The process must have a single thread.
 
     Raises:
-        OSError: the system does not allow it.
+        OSError: The system does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
@@ -84,32 +85,32 @@ def create_namespace() -> None:
 
 
 def join_namespace(pid: int) -> None:
-    """Move this process, which must have a single thread, into the network namespace of process ``pid``.
+    """Move this process into the network namespace of process ``pid``. The process must have a single thread.
 
     Raises:
-        OSError: the system does not allow it.
+        OSError: The system does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for kind, flag in (("user", _CLONE_NEWUSER), ("net", _CLONE_NEWNET)):
-        theirs = f"/proc/{pid}/ns/{kind}"
-        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{kind}"):
+        path = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(path) == os.readlink(f"/proc/self/ns/{kind}"):
             continue
-        with open(theirs) as namespace:
+        with open(path) as namespace:
             if libc.setns(namespace.fileno(), flag) != 0:
                 raise _last_error(f"the {kind} namespace of process {pid} cannot be joined")
 
 
 def namespace_available() -> Availability:
-    """Whether processes started from here can create a network namespace; tried in a new process."""
+    """Check, by trying in a new process, whether processes started by this process can create a network namespace."""
     if not sys.platform.startswith("linux"):
-        return Availability(f"network namespaces are Linux's; this is {sys.platform}")
+        return Availability(f"network namespaces need Linux; this is {sys.platform}")
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {__name__} import create_namespace; create_namespace()"
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot create a user namespace
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     if done.returncode == 0:
         return Availability()
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return Availability(f"this system does not let a process have a network namespace of its own ({last})")
+    return Availability(f"this system does not allow a process to create a network namespace ({last})")
 
 
 def _last_error(what: str) -> OSError:

@@ -1,12 +1,14 @@
-"""How ranks leave a job that is done: all of them stop using OneFlow's network before any of them goes.
+"""Lets ranks leave a finished job: all ranks stop using OneFlow's network before any rank exits.
 
-OneFlow aborts a process in which a connection to another rank breaks ("io_event_poller.cpp ... Check failed"): as a rank sees it, a
-rank that has left is one that was lost. So ranks leave in two phases. First each takes OneFlow's sockets out of the sets of events
-that OneFlow's threads wait for: nothing is closed, so nobody notices, and from then on a broken connection is no event. When all
-have done so they may go, in any order.
+OneFlow aborts a process if a connection to another rank breaks ("io_event_poller.cpp ... Check failed"), also if the other rank has
+exited normally. So ranks leave in two phases:
 
-The control service, over which OneFlow's barriers go, is another network (gRPC's): it bears the loss of a peer, and still works
-after the first phase.
+1. Each rank removes OneFlow's sockets from the epoll sets that OneFlow's threads wait for (`leave_network`). No connection is
+   closed. From then on, OneFlow ignores broken connections.
+2. When all ranks have done this, they may exit in any order.
+
+OneFlow's barriers use a separate network, its control service (gRPC). It tolerates the loss of a peer, and still works after the
+first phase.
 """
 
 from __future__ import annotations
@@ -26,22 +28,26 @@ _TICK_SECONDS = 0.02
 
 
 def leave_network() -> int:
-    """Let OneFlow's threads no longer hear of its connections to other ranks; how many there were.
+    """Make OneFlow's threads ignore events of its connections to other ranks.
 
-    Its sockets are registered edge-triggered and not exclusively: gRPC's, the only others of that kind, are exclusive.
+    OneFlow's sockets are recognised by their registration, which is edge-triggered and not exclusive. The only other sockets that
+    are edge-triggered are gRPC's, and these are exclusive.
+
+    Returns:
+        The number of connections.
     """
-    left = 0
-    for waiting_fd, socket_fd, events in list(_registered()):
-        is_oneflows = bool(events & select.EPOLLET) and not events & select.EPOLLEXCLUSIVE
-        if is_oneflows and _target(socket_fd).startswith("socket:"):
-            with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(waiting_fd)) as waiting:
-                waiting.unregister(socket_fd)
-                left += 1
-    return left
+    num_removed = 0
+    for epoll_fd, socket_fd, events in list(_epoll_entries()):
+        is_oneflow = bool(events & select.EPOLLET) and not events & select.EPOLLEXCLUSIVE
+        if is_oneflow and _link_target(socket_fd).startswith("socket:"):
+            with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(epoll_fd)) as epoll:
+                epoll.unregister(socket_fd)
+                num_removed += 1
+    return num_removed
 
 
-def _registered() -> Iterator[tuple[int, int, int]]:
-    """What this process waits for with epoll: the set, the file descriptor in it, and its events."""
+def _epoll_entries() -> Iterator[tuple[int, int, int]]:
+    """Iterate over the entries of this process's epoll sets: (epoll file descriptor, registered file descriptor, events)."""
     for entry in Path("/proc/self/fdinfo").iterdir():
         with contextlib.suppress(OSError):
             for line in entry.read_text().splitlines():
@@ -50,28 +56,33 @@ def _registered() -> Iterator[tuple[int, int, int]]:
                     yield int(entry.name), int(words[1]), int(words[3], 16)
 
 
-def _target(fd: int) -> str:
+def _link_target(fd: int) -> str:
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{fd}")
     return ""
 
 
 def wait_for_departures(patience_s: float) -> bool:
-    """For the rank that serves OneFlow's control service: wait until no other process is connected to a port on which this one
-    listens; False after ``patience_s``."""
+    """Wait until no other process is connected to a port on which this process listens, for at most ``patience_s`` seconds.
+
+    Rank 0, which serves OneFlow's control service, calls it before it exits.
+
+    Returns:
+        Whether all connections have ended in time.
+    """
     deadline = time.monotonic() + patience_s
-    while _num_visitors():
+    while _num_clients():
         if time.monotonic() > deadline:
             return False
         time.sleep(_TICK_SECONDS)
     return True
 
 
-def _num_visitors() -> int:
-    """How many connections to ports on which this process listens come from other processes."""
-    own = {_target(int(entry.name)) for entry in Path("/proc/self/fd").iterdir()}
-    own_connections = [one for one in connections() if f"socket:[{one.inode}]" in own]
-    served = {port_of(one.here) for one in own_connections if one.is_listening}
-    established = [one for one in own_connections if one.is_established]
-    ours = {one.here for one in established}
-    return sum(port_of(one.here) in served and one.there not in ours for one in established)
+def _num_clients() -> int:
+    """Return the number of connections from other processes to ports on which this process listens."""
+    own_links = {_link_target(int(entry.name)) for entry in Path("/proc/self/fd").iterdir()}
+    own_sockets = [socket for socket in connections() if f"socket:[{socket.inode}]" in own_links]
+    served_ports = {port_of(socket.here) for socket in own_sockets if socket.is_listening}
+    established = [socket for socket in own_sockets if socket.is_established]
+    own_addresses = {socket.here for socket in established}
+    return sum(port_of(socket.here) in served_ports and socket.there not in own_addresses for socket in established)

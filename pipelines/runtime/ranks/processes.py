@@ -1,8 +1,8 @@
-"""The processes of ranks, seen from outside: their environment, their port, their state, and their end.
+"""The launcher's view of the processes of ranks: their environment, their port, their state, and their end.
 
-The launcher's child is the rank's `keeper`, which ends as the rank does, after all descendants of the rank. Both lead sessions of
-their own, so that Ctrl-C reaches only the launcher. A keeper that has ended stays a zombie until `reap`: until then its process
-number cannot be reused.
+The launcher's child is the rank's `keeper`, which ends like the rank, after all descendants of the rank. Keeper and rank lead
+sessions of their own, so that Ctrl-C reaches only the launcher. A keeper that has ended remains a zombie until `RankProcess.reap`,
+so that its process number is not reused before.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _START = (
 )
 # A rank whose process is in state T for this long has been stopped by a signal.
 _STOPPED_SECONDS = 3.0
-_SEND_SECONDS = 10.0  # how long a rank may leave messages unread before the next one is dropped
-_REAP_SECONDS = 10.0  # how long a killed process may take to exit
-#: How much of the end of a log is examined after a rank's death.
+_SEND_SECONDS = 10.0  # longest time to wait until a rank reads a message; then the message is dropped
+_REAP_SECONDS = 10.0  # longest time to wait until a killed process has ended
+#: Bytes at the end of a log that are examined after a rank has ended.
 LOG_TAIL_BYTES = 20_000
 
 
@@ -51,20 +51,22 @@ def rank_environment(
     address: str = "127.0.0.1",
     local_rank: int | None = None,
 ) -> dict[str, str]:
-    """Environment variables of one rank, which identify it and make ranks fast, deterministic and quick to give up.
+    """Return the environment variables of a rank.
 
-    - One thread per rank for BLAS and OpenMP: ranks share the machine's cores, and sums keep their order.
-    - Freed memory stays with the process: otherwise every large message pays for its page faults (twice the time at 64 MB).
+    In addition to the variables that identify the rank, they have these effects:
+
+    - BLAS and OpenMP use one thread per rank, because ranks share the machine's cores, and so that sums keep their order.
+    - Freed memory stays with the process. Otherwise every large message costs page faults (twice the time at 64 MB).
     - OneFlow gives up communication that another rank does not join after ``stall_timeout_s``.
 
     Args:
-        rank: of the process.
-        num_ranks: of the job.
-        port: at which rank 0 listens.
-        stall_timeout_s: rounded to seconds, at least 1.
-        overrides: additional variables, which take precedence.
-        address: at which rank 0 listens.
-        local_rank: of the process among those of its host; by default ``rank``, for a job on one host.
+        rank: Rank of the process.
+        num_ranks: Number of ranks of the job.
+        port: Port on which rank 0 listens.
+        stall_timeout_s: Timeout of communication [s], rounded to seconds, at least 1.
+        overrides: Additional variables, which take precedence.
+        address: Address on which rank 0 listens.
+        local_rank: Index of the process among the ranks of its host. Default: ``rank``, for a job on one host.
     """
     environment = dict(os.environ)
     environment.update(
@@ -88,11 +90,11 @@ def rank_environment(
 
 
 def share_of_cores(rank: int, num_ranks: int) -> tuple[int, ...]:
-    """The cores of a rank on a machine that runs nothing but the ranks: equal shares, with as few ranks per core as possible.
+    """Return the cores of a rank, for a machine that runs only these ranks: equal shares, with as few ranks per core as possible.
 
-    Threads of OneFlow that wait for others spin. If they migrate between cores they take time from the other ranks' work at
-    random: on 2 cores, steps of 2 ranks took 0.16 to 0.57 s, and 0.17 to 0.33 s with a core for each. (For several ranks on one
-    core, see `turns`.)
+    Threads of OneFlow that wait for other ranks spin. If they migrate between cores, they take time from other ranks at random. On
+    2 cores, steps of 2 ranks took 0.16 to 0.57 s without fixed cores, and 0.17 to 0.33 s with one core for each rank. (For several
+    ranks on one core, see `turns`.)
     """
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // num_ranks)
@@ -101,10 +103,10 @@ def share_of_cores(rank: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def reserve_port(address: str = "127.0.0.1") -> socket.socket:
-    """A socket that holds a free port of ``address`` (of all addresses of this host if it is "") without listening on it.
+    """Return a socket that is bound to a free port of ``address``, and does not listen. ``""`` means all addresses of this host.
 
-    While it is open the kernel gives the port to no other process, but OneFlow's server can bind it, since both allow the port
-    to be reused.
+    While the socket is open, the kernel gives the port to no other process. OneFlow's server can still bind the port, since both
+    sockets allow it to be reused.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -113,25 +115,25 @@ def reserve_port(address: str = "127.0.0.1") -> socket.socket:
 
 
 def is_listening(pid: int | None, port: int) -> bool:
-    """Whether any process in the network namespace of process ``pid`` listens on ``port``; nothing is sent."""
-    if pid is None:  # it is just starting
+    """Return whether any process in the network namespace of process ``pid`` listens on ``port``. Nothing is sent."""
+    if pid is None:  # the process has not reported its number yet
         return False
-    return any(one.is_listening and port_of(one.here) == port for one in connections(pid))
+    return any(entry.is_listening and port_of(entry.here) == port for entry in connections(pid))
 
 
 @dataclass
 class RankProcess:
-    """One rank's process.
+    """The process of one rank.
 
     Attributes:
-        rank: of the job.
-        log: file with its output.
-        keeper: its keeper, a child of this process.
-        to_rank: pipe to the rank.
-        from_rank: pipe from the rank.
-        pid: process of the rank; None until it reports it.
-        inbox: messages received in part.
-        stopped_since: when it was first seen suspended; None if it is not.
+        rank: Rank in the job.
+        log: File with the output of the rank.
+        keeper: The keeper of the rank, a child of this process.
+        to_rank: Pipe to the rank.
+        from_rank: Pipe from the rank.
+        pid: Process number of the rank; None until the rank reports it.
+        inbox: Reader of the messages from the rank.
+        stopped_since: Time at which the rank was first seen suspended; None if it is not suspended.
     """
 
     rank: int
@@ -159,16 +161,16 @@ class RankProcess:
         """Start a rank.
 
         Args:
-            rank: of the process.
-            num_ranks: of the job.
-            log: file for its output.
-            environment: all its environment variables.
-            private_network: see `RankOptions`.
-            with_oneflow: whether it loads OneFlow.
-            shows_output: whether its standard output goes to this process's instead of ``log``.
-            directory: its working directory; None: that of this process.
-            cores: cores that it may use; empty: all.
-            launcher_timeout_s: how long this process may be suspended before the rank is ended; 0: forever.
+            rank: Rank of the process.
+            num_ranks: Number of ranks of the job.
+            log: File for its output.
+            environment: All its environment variables.
+            private_network: See `RankOptions`.
+            with_oneflow: Whether it loads OneFlow.
+            shows_output: Whether its standard output goes to the standard output of this process instead of ``log``.
+            directory: Its working directory; None: the working directory of this process.
+            cores: Cores that it may use; empty: all.
+            launcher_timeout_s: Longest time [s] that this process may be suspended before the rank is ended; 0: no limit.
         """
         rank_end, to_rank = os.pipe()
         from_rank, launcher_end = os.pipe()
@@ -198,12 +200,12 @@ class RankProcess:
         return RankProcess(rank, log, keeper, to_rank, from_rank)
 
     def send(self, kind: str, value: object = None) -> None:
-        """Send a short message. It is dropped if the rank has died or does not read, which is noticed elsewhere."""
+        """Send a short message. The message is dropped if the rank has ended or does not read; `death` and polling detect this."""
         with contextlib.suppress(BrokenPipeError, TimeoutError):
             write_message(self.to_rank, (kind, value), patience_s=_SEND_SECONDS)
 
     def death(self) -> RankFailure | None:
-        """Why the rank ended; None while it lives. Its keeper is not reaped."""
+        """Return the failure of a rank that has ended, or None while it runs. Does not reap its keeper."""
         ended = os.waitid(os.P_PID, self.keeper.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
@@ -212,11 +214,11 @@ class RankProcess:
         return RankFailure.of_death(self.rank, number, code, self.log_tail())
 
     def is_stopped(self) -> bool:
-        """Whether the rank or its keeper is suspended."""
+        """Return whether the rank or its keeper is suspended."""
         return (self.pid is not None and is_stopped(self.pid)) or is_stopped(self.keeper.pid)
 
     def is_stopped_for_long(self) -> bool:
-        """Whether the process has been suspended for some seconds; to be called regularly."""
+        """Return whether the rank has been suspended for at least ``_STOPPED_SECONDS``. Must be called regularly."""
         if not self.is_stopped():
             self.stopped_since = None
             return False
@@ -226,14 +228,14 @@ class RankProcess:
         return now - self.stopped_since >= _STOPPED_SECONDS
 
     def log_tail(self) -> str:
-        """The end of the log."""
+        """Return the last `LOG_TAIL_BYTES` of the log."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
 
     def ask_position(self) -> int:
-        """Let the rank write the stacks of its threads to its log; returns the offset at which they will begin."""
+        """Make the rank write the stacks of its threads to its log. Return the offset in the log at which they begin."""
         before = self.log.stat().st_size
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -241,16 +243,16 @@ class RankProcess:
         return before
 
     def position(self, asked_at: int) -> str:
-        """The position of the rank's main thread in the user's code; "" if the stacks are not (completely) written yet.
+        """Return the position of the rank's main thread in the user's code, or "" if the stacks are not completely written yet.
 
         Args:
-            asked_at: result of `ask_position`.
+            asked_at: Result of `ask_position`.
         """
         with self.log.open("rb") as file:
             file.seek(asked_at)
             dump = file.read().decode(errors="replace")
-        is_whole = dump.endswith((" in <module>\n", "  ...\n"))  # end of the main thread, which comes last
-        return last_position(dump) if is_whole else ""
+        is_complete = dump.endswith((" in <module>\n", "  ...\n"))  # the end of the main thread, which comes last
+        return last_position(dump) if is_complete else ""
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank and its process group."""
@@ -259,13 +261,13 @@ class RankProcess:
                 os.killpg(self.pid, number)
 
     def kill_keeper(self) -> None:
-        """Kill the keeper, after all its descendants (`end_descendants`); a rank that is still left ends with it."""
+        """Kill the keeper. Call it after `end_descendants`; a rank that still runs ends with its keeper."""
         if self.keeper.returncode is None:  # the number of a reaped process may have been reused
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.keeper.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait for the killed process, and close its pipes."""
+        """Wait for the killed keeper, and close the pipes."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.keeper.wait(_REAP_SECONDS)
         for fd in (self.to_rank, self.from_rank):

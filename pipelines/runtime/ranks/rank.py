@@ -1,6 +1,6 @@
-"""The process of a rank: it joins the other ranks, runs jobs, and never outlives its launcher.
+"""The program of a rank: joins the other ranks, runs jobs, and ends when its launcher ends.
 
-The launcher starts ``main`` with a JSON object of `RankOptions` and exchanges messages with it over two pipes:
+The launcher starts ``main`` with a JSON object of `RankOptions`, and exchanges these messages with it over two pipes:
 
     launcher                                   rank
     ("load", None)                             network ready: ("hello", None)
@@ -9,10 +9,10 @@ The launcher starts ``main`` with a JSON object of `RankOptions` and exchanges m
     ("part", None)                             no longer on OneFlow's network (see `parting`): ("parted", None)
     ("exit", None)
 
-Before "hello" it sends its process number, ("pid", number): its `keeper` is between the two.
+Before "hello" the rank sends its process number, ("pid", number), because the launcher's child is the `keeper` and not the rank.
 
-A rank that raised stays until it is ended: if it exited, its connections would break and the others would crash with errors that
-hide the first one. For the same reason a rank exits by ``os._exit``: OneFlow's own shutdown waits for all ranks.
+After an exception the rank keeps running until the launcher ends it. If it exited, its connections would break, and the other ranks
+would crash with errors that hide the first one. A rank exits by ``os._exit``, because OneFlow's own shutdown waits for all ranks.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from .turns import take_short_turns
 
 __all__ = ["RankOptions", "main", "report", "resolve_target", "run_script", "run_script_together", "write_job"]
 
-_DEPARTURE_SECONDS = 10.0  # how long ranks started by another launcher may take to exit
+_DEPARTURE_SECONDS = 10.0  # longest time that ranks of another launcher may take to exit
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How a rank starts.
+    """The options that a rank is started with.
 
     Attributes:
-        rank: of the process.
-        num_ranks: of the job.
-        read_fd: pipe from the launcher.
-        write_fd: pipe to the launcher.
+        rank: Rank of the process.
+        num_ranks: Number of ranks of the job.
+        read_fd: Pipe from the launcher.
+        write_fd: Pipe to the launcher.
         private_network: 0: the launcher's network; -1: create a namespace; otherwise the process whose namespace to join.
-        with_oneflow: whether to load OneFlow.
-        cores: cores that it may use; empty: all.
-        launcher_timeout_s: how long the launcher may be suspended; 0: forever.
+        with_oneflow: Whether to load OneFlow.
+        cores: Cores that the rank may use; empty: all.
+        launcher_timeout_s: Longest time [s] that the launcher may be suspended; 0: no limit.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class _Launcher:
         return read_message(self._options.read_fd)
 
     def watch(self) -> None:
-        """End this rank and all processes of its group as soon as the launcher is gone."""
+        """Kill this rank and all processes of its group as soon as the launcher has ended."""
         poll = select.poll()
         poll.register(self._options.read_fd, 0)  # only POLLHUP and POLLERR, which are always reported
 
@@ -104,31 +104,31 @@ class _Launcher:
         threading.Thread(target=wait, daemon=True).start()
 
 
-# A process is at most one rank: like its environment variables, the connection belongs to the process.
+# Module state, because a process is at most one rank: the connection belongs to the process, like its environment variables.
 _launcher: _Launcher | None = None
 
 
 def report(value: Any) -> None:
-    """Send the launcher a value while the job runs, for example progress; no effect in a process without a launcher."""
+    """Send a value to the launcher while the job runs, for example progress. Does nothing in a process without a launcher."""
     if _launcher is not None:
         _launcher.send("report", value)
 
 
 def main(options_json: str) -> None:
-    """Run a rank; does not return."""
+    """Run a rank. Does not return."""
     global _launcher
     options = RankOptions(**json.loads(options_json))
     _launcher = _Launcher(options)
     status = 1
     try:
         faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the launcher asks for the rank's position
-        if _guarded(_launcher, lambda: _start(options)):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # by which the launcher asks for the rank's position
+        if _report_exceptions(_launcher, lambda: _start(options)):
             _launcher.send("ready")
             _serve(_launcher)
         status = 0
     except EOFError:
-        pass  # the launcher is gone
+        pass  # the launcher has ended
     except BaseException:
         traceback.print_exc()
     finally:
@@ -166,7 +166,7 @@ def _serve(launcher: _Launcher) -> None:
             leave_network()
             launcher.send("parted")
             continue
-        _guarded(launcher, functools.partial(_run_job, launcher, value))
+        _report_exceptions(launcher, functools.partial(_run_job, launcher, value))
 
 
 def _run_job(launcher: _Launcher, path: str) -> None:
@@ -174,12 +174,12 @@ def _run_job(launcher: _Launcher, path: str) -> None:
     launcher.send("done", resolve_target(target)(*arguments))
 
 
-def _guarded(launcher: _Launcher, action: Callable[[], None]) -> bool:
-    """Run ``action``; write an exception to the log and send it to the launcher. Returns whether there was none."""
+def _report_exceptions(launcher: _Launcher, action: Callable[[], None]) -> bool:
+    """Run ``action``. Write an exception to the log and send it to the launcher. Return whether there was no exception."""
     try:
         action()
         return True
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may pass in silence
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which must be reported too
         traceback.print_exception(type(error), error, _job_traceback(error.__traceback__))
         _flush()
         launcher.send("raised", (type(error).__name__, str(error), isinstance(error, UserError)))
@@ -187,7 +187,7 @@ def _guarded(launcher: _Launcher, action: Callable[[], None]) -> bool:
 
 
 def _job_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback in the job's code, without the frames of this module that led to it."""
+    """Return the part of a traceback in the job's code, without the frames of this module before it."""
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         part = part.tb_next
@@ -201,10 +201,15 @@ def _flush() -> None:
 
 
 def write_job(path: Path, target: str, arguments: Sequence[Any]) -> None:
-    """Write the job of a rank to a file: a pipe would block if the rank does not read.
+    """Write the job of a rank to a file. A pipe would block if the rank does not read.
+
+    Args:
+        path: The file.
+        target: Name of the function that the rank calls; see `resolve_target`.
+        arguments: Arguments of the function.
 
     Raises:
-        UserError: the arguments cannot be pickled, or the file cannot be written.
+        UserError: The arguments cannot be pickled, or the file cannot be written.
     """
     try:
         path.write_bytes(pickle.dumps((target, tuple(arguments)), protocol=pickle.HIGHEST_PROTOCOL))
@@ -218,10 +223,10 @@ def write_job(path: Path, target: str, arguments: Sequence[Any]) -> None:
 
 
 def resolve_target(name: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``path/to/file.py:function`` names.
+    """Return the function with the name ``module:function`` or ``path/to/file.py:function``.
 
     Raises:
-        UserError: the name has another form, or there is no such function.
+        UserError: The name has another form, or there is no such function.
     """
     place, separator, function_name = name.rpartition(":")
     if not separator or not place or not function_name:
@@ -249,7 +254,11 @@ def _module_of_file(path: Path) -> Any:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a script as ``python path *arguments`` would; ``sys.exit(0)`` counts as success."""
+    """Run a script as ``python path *arguments`` would. ``sys.exit(0)`` counts as success.
+
+    Raises:
+        RuntimeError: The script exits with another code.
+    """
     sys.argv[:] = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
@@ -260,7 +269,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
 
 
 def run_script_together(path: str, arguments: Sequence[str]) -> None:
-    """As `run_script`, but leave OneFlow's network together with the other ranks, for ranks that another launcher started.
+    """Run a script on ranks that another launcher has started: as `run_script`, then leave OneFlow's network with all ranks.
 
     Rank 0 serves the barriers, so it exits last.
     """

@@ -1,14 +1,14 @@
-"""Short turns for the threads of ranks that share cores.
+"""Short time slices for the threads of ranks that share cores.
 
-A thread of OneFlow that waits for another rank asks for news again and again, and yields its core after each time. That costs
-little where the thread that has something to do gets the core next. By default, though, Linux gives every thread a turn of a
-millisecond or more: a task of a pipeline passes through several threads at either end, and each of them queues behind others'
-turns. With turns of a tenth of a millisecond a thread that wakes up runs almost at once.
+A thread of OneFlow that waits for another rank polls, and yields its core after each poll. This costs little if the next thread on
+the core has work to do. By default, Linux gives every thread a time slice of a millisecond or more. A task of a pipeline passes
+through several threads on each rank, and each of them waits for the time slices of other threads. With time slices of a tenth of a
+millisecond, a thread that wakes up runs almost at once.
 
-Pipelines of tiny perceptrons on 2 cores, milliseconds a step (medians of 2 or 3 stretches, one kind after the other in one job):
+Milliseconds per step, for pipelines of tiny perceptrons on 2 cores (medians of 2 or 3 runs in one job, alternating):
 
 ==================  =============  ===========
-schedule            usual turns    short ones
+schedule            default        short
 ==================  =============  ===========
 wpipe, 2 ranks             37             8
 wpipe, 4 ranks            167            50
@@ -16,7 +16,7 @@ wpipe, 4 ranks            167            50
 chimera, 8 ranks          420           150
 ==================  =============  ===========
 
-Where a step is long computations (3.7 s, of a GPT with 384 features) there is no difference beyond noise.
+For steps of long computations (3.7 s, of a GPT with 384 features) there is no difference beyond noise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 
 __all__ = ["TURN_NS", "take_short_turns"]
 
-#: The shortest that Linux gives.
+#: Length of a time slice [ns]: the shortest that Linux allows.
 TURN_NS = 100_000
 #: The number of the system call sched_setattr, for which there is no function.
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
@@ -38,9 +38,12 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQII")
 
 
 def take_short_turns() -> bool:
-    """Have this thread, and all that it starts from now on, take turns of `TURN_NS`; False where the system refuses.
+    """Set the time slice of this thread, and of all threads that it starts from now on, to `TURN_NS`.
 
-    The length is what ``runtime`` says of threads that are scheduled as usual, from Linux 6.12 on; before it had no effect.
+    The length is the attribute ``runtime`` of the normal scheduling policy. It has an effect from Linux 6.12 on.
+
+    Returns:
+        Whether the system has accepted it.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if not sys.platform.startswith("linux") or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:

@@ -1,8 +1,8 @@
-"""Temporary folders of our own, which do not stay behind when the process that made one is killed.
+"""Temporary folders that are removed even if the process that created them is killed.
 
-Each holds a file that its maker keeps locked as long as it lives.  Whoever makes one first removes those of this user's whose lock
-nobody holds any more.  A folder that is evidence (the logs of a failed rank) is kept: it loses its lock's file, and is not ours any
-longer.
+Every folder contains a lock file, which is locked as long as the process that created the folder runs. A process that creates a
+folder first removes all folders of this user whose lock files are not locked. Folders without a lock file are never removed; this
+keeps the logs of a failed rank.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from types import TracebackType
 __all__ = ["WorkFolder"]
 
 _PREFIX, _LOCK = "autoddl-", "lock"
-_MAKING_SECONDS = 60.0  # an empty folder that is older is no longer being made
+_MAX_CREATION_SECONDS = 60.0  # an empty folder that is older than this was abandoned while it was created
 
 
 class WorkFolder:
-    """A folder ``autoddl-PURPOSE-...`` in the system's folder for temporary files, removed when the context ends.
+    """A folder ``autoddl-PURPOSE-...`` in the system's folder for temporary files, which is removed when the context ends.
+
+    Args:
+        purpose: Part of the folder's name.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: The folder cannot be created.
     """
 
     def __init__(self, purpose: str) -> None:
-        _sweep()
+        _remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-")).resolve()
         try:
-            # Under another name until it is locked: nobody may see a lock that nobody holds.
+            # The lock file is renamed after it is locked, because another process would remove a folder with an unlocked lock file.
             unlocked = self.path / f"{_LOCK}.new"
             self._lock = unlocked.open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -43,12 +46,12 @@ class WorkFolder:
             raise
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
     def keep(self) -> None:
-        """Leave the folder to the user, unlocked, for ever."""
+        """Keep the folder: remove its lock file, so that no process removes the folder."""
         (self.path / _LOCK).unlink(missing_ok=True)
         self._lock.close()
 
@@ -59,13 +62,13 @@ class WorkFolder:
         self.remove()
 
 
-def _sweep() -> None:
-    """Remove the folders of this user's whose makers have gone."""
+def _remove_abandoned() -> None:
+    """Remove the folders of this user whose processes have ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
-            if time.time() - folder.stat().st_mtime > _MAKING_SECONDS:
+            if time.time() - folder.stat().st_mtime > _MAX_CREATION_SECONDS:
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
             with (folder / _LOCK).open("r+") as lock:
