@@ -27,16 +27,16 @@ def attend(
     angles: tuple[Tensor, Tensor] | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v.
+    """Compute softmax(q k^T / sqrt(head_dim)) v.
 
     Args:
         x: (samples, sequence, groups * (group_heads + 2) * head_dim): for each key-value head its query heads, key and value.
-        groups: number of key-value heads.
-        group_heads: query heads per key-value head.
-        head_dim: features per head.
-        causal: whether positions attend only to earlier ones.
-        angles: cosine and sine of rotary positions, (sequence, head_dim).
-        drop: dropout of the probabilities.
+        groups: Number of key-value heads.
+        group_heads: Number of query heads per key-value head.
+        head_dim: Features per head.
+        causal: Whether every position attends only to itself and to earlier positions.
+        angles: Cosine and sine of the rotary angles, each (sequence, head_dim); None without rotary positions.
+        drop: Dropout of the probabilities; None without dropout.
 
     Returns:
         (samples, sequence, groups * group_heads * head_dim).
@@ -46,7 +46,7 @@ def attend(
     query, key, value = x[:, :, :group_heads], x[:, :, group_heads : group_heads + 1], x[:, :, group_heads + 1 :]
     if angles is not None:
         query, key = rotate(query, *angles), rotate(key, *angles)
-    # All query heads of a group use the same key: their rows are stacked.
+    # All query heads of a group use the same key, so their rows are stacked.
     query = query.reshape(samples, groups, group_heads * sequence, head_dim)
     key, value = (t.reshape(samples, groups, sequence, head_dim) for t in (key, value))
     scores = flow.matmul(query, key.transpose(-2, -1)) * (1.0 / math.sqrt(head_dim))
@@ -60,7 +60,7 @@ def attend(
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of the last dimension by their angles."""
+    """Rotate the pairs (i, i + head_dim / 2) of the last dimension by the angles with this cosine and sine."""
     half = x.shape[-1] // 2
     rotated = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cosine + rotated * sine
@@ -68,7 +68,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 @functools.cache
 def rotary_angles(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of theta^(-2 i / head_dim) * position, each (sequence, head_dim)."""
+    """Return cosine and sine of the angles theta^(-2 i / head_dim) * position, each (sequence, head_dim)."""
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.outer(np.arange(sequence), np.concatenate([frequencies, frequencies]))
     return flow.tensor(np.cos(angles).astype(np.float32)), flow.tensor(np.sin(angles).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Whether the machine can do something, and the reason where it cannot."""
+"""`Availability`: whether the machine supports a feature, and the reason if it does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ __all__ = ["Availability"]
 
 @dataclass(frozen=True)
 class Availability:
-    """True where ``reason`` is empty; otherwise ``reason`` says in one line what is missing and what would be right."""
+    """Whether a feature is available. True if ``reason`` is empty.
+
+    Attributes:
+        reason: One line that says what is missing and how to get it; "" if the feature is available.
+    """
 
     reason: str = ""
 

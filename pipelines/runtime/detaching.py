@@ -10,9 +10,9 @@ Tensor = Any
 
 
 def detached(x: Tensor) -> Tensor:
-    """``x.detach()``, right for views too.
+    """Return ``x.detach()``, with correct values for views too.
 
-    OneFlow 0.9.0 forgets on the way where a view begins in its storage: ``x.narrow(0, 2, 2).detach().reshape(-1)`` has the first
-    two rows of x.  A view that begins elsewhere is copied.
+    In OneFlow 0.9.0 ``detach`` loses the offset of a view in its storage: ``x.narrow(0, 2, 2).detach().reshape(-1)`` returns the
+    first two rows of x. Views with an offset are therefore copied.
     """
     return x.detach() if x.storage_offset() == 0 else x.clone().detach()

@@ -1,12 +1,12 @@
-"""Loading OneFlow: the only place that imports it first.
+"""Imports OneFlow together with its CUDA libraries. All other modules get OneFlow from `load_oneflow`.
 
-OneFlow 0.9.0 is a CUDA 11.7 build. Its extension module is linked against cuBLAS 11 and cuDNN 8 and cannot be imported
-without them, even on machines without a GPU. The wheels ``nvidia-cublas-cu11`` and ``nvidia-cudnn-cu11`` install the libraries
-where the dynamic linker does not look, so they are loaded here first, dependencies before dependents, with their symbols made
-global. Without the wheels the linker may find a system-wide CUDA.
+OneFlow 0.9.0 is a CUDA 11.7 build. Its extension module is linked against cuBLAS 11 and cuDNN 8, and cannot be imported without
+these libraries, even on machines without a GPU. The wheels ``nvidia-cublas-cu11`` and ``nvidia-cudnn-cu11`` install the libraries
+in folders that the dynamic linker does not search. So this module loads the libraries first, dependencies before dependents, with
+global symbols. Without the wheels, the linker may find the libraries of a system-wide CUDA.
 
-OneFlow also prints warnings on stderr while it loads (no InfiniBand, no CUDA driver). They are captured, and shown only if the
-import fails.
+OneFlow prints warnings on stderr while it loads (no InfiniBand, no CUDA driver). They are captured, and shown only if the import
+fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WHEELS = "oneflow==0.9.0, nvidia-cublas-cu11==11.10.3.66, nvidia-cudnn-cu11==8.
 
 
 def is_available() -> Availability:
-    """Whether ``load_oneflow`` can be expected to work; nothing is imported and no library is loaded."""
+    """Return whether `load_oneflow` is expected to work. Imports nothing and loads no library."""
     if sys.modules.get("oneflow") is not None:
         return Availability()
     system = f"{platform.system()} {platform.machine()}"
@@ -69,13 +69,13 @@ def is_available() -> Availability:
 
 
 def load_oneflow() -> ModuleType:
-    """Import OneFlow quietly, its CUDA libraries first, and return the module; cheap if it is already loaded.
+    """Import OneFlow without its warnings, after its CUDA libraries, and return the module.
 
-    In a process that a launcher gave ``MASTER_ADDR``, ``WORLD_SIZE``, ``RANK`` and so on, the import itself joins the ranks:
-    it returns when all of them have joined.
+    If the environment identifies the process as a rank (``MASTER_ADDR``, ``WORLD_SIZE``, ``RANK`` and so on), the import joins the
+    ranks. It returns when all ranks have joined. If OneFlow is already imported, the function only returns the module.
 
     Raises:
-        UserError: OneFlow cannot be used; the message gives the reason and the versions that work.
+        UserError: OneFlow cannot be used. The message gives the reason and the versions that work.
 
     >>> load_oneflow().__version__
     '0.9.0'
@@ -88,7 +88,7 @@ def load_oneflow() -> ModuleType:
     warnings = ""
     try:
         with _preserved_environment(), _captured_stderr() as transcript:
-            # Read once, while the library loads; otherwise OneFlow warns of missing devices with the first tensor.
+            # OneFlow reads this variable while it loads. Without it, the first tensor prints warnings of missing devices.
             os.environ.setdefault("GLOG_minloglevel", "3")
             try:
                 preload_cuda_libraries()
@@ -104,9 +104,9 @@ def load_oneflow() -> ModuleType:
 
 
 def preload_libraries() -> None:
-    """Load the libraries that OneFlow's import needs, and its own: the slow part of the import, which needs no other rank.
+    """Load the CUDA libraries and OneFlow's own library. This is the slow part of the import, and needs no other rank.
 
-    Missing libraries are not reported here: the import does that.
+    Missing libraries are not reported here, but by the import.
     """
     preload_cuda_libraries()
     found = importlib.util.find_spec("oneflow")
@@ -126,20 +126,20 @@ def preload_cuda_libraries() -> None:
 
 
 def _nvidia_directories() -> list[Path]:
-    spec = importlib.util.find_spec("nvidia")  # a namespace package: found without importing anything
+    spec = importlib.util.find_spec("nvidia")  # a namespace package, which is found without an import
     return [Path(path) for path in (spec.submodule_search_locations or [])] if spec else []
 
 
 def _wheel_has(name: str) -> bool:
-    wanted = [library for library in CUDA_LIBRARIES if library.startswith(f"{name}/")]
-    return any(all((directory / library).exists() for library in wanted) for directory in _nvidia_directories())
+    libraries = [library for library in CUDA_LIBRARIES if library.startswith(f"{name}/")]
+    return any(all((directory / library).exists() for library in libraries) for directory in _nvidia_directories())
 
 
 @contextlib.contextmanager
 def _preserved_environment() -> Iterator[None]:
-    """Undo the import's changes to the environment.
+    """Undo the changes of the import to the environment.
 
-    Outside a launcher OneFlow sets the variables of rank -1 of 1, which processes started later would take as their own.
+    In a process that is not a rank, OneFlow sets the variables of rank -1 of 1. Processes started later would inherit them.
     """
     before = dict(os.environ)
     try:
@@ -152,9 +152,9 @@ def _preserved_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _captured_stderr() -> Iterator:
-    """Redirect file descriptor 2, which C++ writes to, into a file; yields a function that returns the text written so far."""
+    """Redirect file descriptor 2, which C++ writes to, into a file. Yields a function that returns the text written so far."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    original_fd = os.dup(2)
     with contextlib.closing(MemoryFile()) as file:  # the temporary folder may be full
         os.dup2(file.fd, 2)
 
@@ -164,5 +164,5 @@ def _captured_stderr() -> Iterator:
         try:
             yield transcript
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(original_fd, 2)
+            os.close(original_fd)

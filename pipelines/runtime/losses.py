@@ -1,14 +1,14 @@
 """Losses of predictions that are split over the ranks.
 
-Every rank gets the mean over the whole micro-batch. Its gradient is seeded with 1 on every rank, as by ``loss.backward()``. The
-backward pass is local: the derivative of the mean by this rank's predictions.
+Every rank returns the mean over the whole micro-batch. Its backward pass starts with a gradient of 1 on every rank, as in
+``loss.backward()``. The backward pass needs no communication: it is the derivative of the mean by this rank's predictions.
 
-Cross entropy with the vocabulary split over s ranks (as in Megatron-LM): m is the row's maximum, the largest of the ranks' own
-maxima, which are all-gathered; two sums are all-reduced in one message,
+Cross entropy with the vocabulary split over s ranks (as in Megatron-LM):
 
     loss = log(sum_j exp(x_j - m)) - (x_target - m)        gradient = softmax(x) - [j = target]
 
-The mean is all-reduced last: one number, which the cost model does not count.
+where x are the logits of a row, and m is their maximum. The maxima of the ranks are all-gathered. The sum over j and the target's
+term are all-reduced in one message. At last the mean is all-reduced: one number, which the cost model does not count.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = ["IGNORED", "cross_entropy", "mean_error"]
 
 Tensor = Any
 
-#: Targets that are not counted, as in ``nn.functional.cross_entropy``.
+#: Target that the loss ignores, as in ``nn.functional.cross_entropy``.
 IGNORED = -100
 
 
 def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ranks) -> Tensor:
-    """The mean cross entropy over all targets of the micro-batch.
+    """Return the mean cross entropy over all targets of the micro-batch.
 
     Args:
-        logits: (samples, rows, vocabulary) of this rank, distributed by ``layout``.
-        targets: of all ranks, indices of the whole vocabulary, or `IGNORED`.
-        layout: distribution of the logits.
-        ranks: the ranks.
+        logits: This rank's part of the logits, (samples, rows, vocabulary).
+        targets: Targets of all ranks: indices of the whole vocabulary, or `IGNORED`.
+        layout: Distribution of the logits.
+        ranks: The ranks.
     """
     axes, sample_axes = layout.axes(1), layout.axes(0)
     own = np.ascontiguousarray(layout.samples(targets, ranks.rank).reshape(-1))
@@ -76,7 +76,7 @@ def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ra
 
 
 def mean_error(predictions: Tensor, targets: Tensor, ranks: Ranks, is_squared: bool) -> Tensor:
-    """The mean over the elements of all ranks of the squared (or absolute) difference to ``targets``."""
+    """Return the mean squared (or absolute) difference between predictions and targets, over the elements of all ranks."""
     difference, count = detached(predictions) - targets, predictions.numel() * ranks.num_ranks
 
     def forward(ctx: Any, x: Tensor) -> Tensor:

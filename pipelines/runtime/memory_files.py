@@ -1,4 +1,4 @@
-"""Files in memory, without a name: writing there cannot fail for lack of space on a disk, and nothing has to be swept."""
+"""Anonymous files in memory. They need no space on a disk, and no process has to remove them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import IO
 
 __all__ = ["MemoryFile"]
 
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate
 _PAGE_BYTES = 4096
 
 
 class MemoryFile:
-    """A file in memory, which this process and its children open by ``path`` as long as this object is there."""
+    """A file in memory. This process and its children can open it by its ``path`` until it is closed."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -28,18 +28,18 @@ class MemoryFile:
 
     @property
     def path(self) -> Path:
-        """Where all processes of this user find it."""
+        """Path under which all processes of this user can open the file."""
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
 
     def forget(self, num_bytes: int) -> None:
-        """Give back the memory of the first ``num_bytes``, which read as zeros from now on; the file keeps its size."""
-        whole = num_bytes // _PAGE_BYTES * _PAGE_BYTES
-        if whole > 0:  # where it does not work the memory stays in use
+        """Free the memory of the first ``num_bytes``, rounded down to pages. They read as zeros afterwards; the size stays."""
+        page_bytes = num_bytes // _PAGE_BYTES * _PAGE_BYTES
+        if page_bytes > 0:  # if the system does not support it, the memory stays in use
             libc = ctypes.CDLL(None)
-            libc.fallocate(self.fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(whole))
+            libc.fallocate(self.fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(page_bytes))
 
     def close(self) -> None:
-        """Close it; processes that have opened it keep it."""
+        """Close the file. Processes that have opened it can still use it."""
         if self._file is not None:
             self._file.close()
         else:

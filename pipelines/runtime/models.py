@@ -1,12 +1,12 @@
-"""The built-in families as plain OneFlow modules, written as by a user.
+"""The built-in families of models as plain OneFlow modules, as a user would write them.
 
 Modules and parameters have the names that the layer graphs of :mod:`autoddl.zoo` use, so that a graph extracted from one of
 these modules equals the built-in graph. ``forward(inputs, targets)`` returns the loss. Inputs and targets are (batch, sequence)
 token indices for transformers, (batch, 3, height, width) images and (batch,) classes for VGG, and (batch, features) each for
 perceptrons.
 
-Initial values are drawn by numpy from the seed and the parameter's name, so that they are the same on any number of ranks, and
-for a parameter of the same name and shape in another model.
+Numpy draws the initial value of a parameter from the seed and the parameter's name. So initial values are the same on any number of
+ranks, and in different models for parameters of the same name and shape.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def initialize(module: Any, seed: int) -> Any:
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """The initial value of a parameter by its name; see `initialize`."""
+    """Return the initial value of a parameter; see `initialize`."""
     if len(shape) > 1:
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
         deviation = max(0.02, 1 / math.sqrt(math.prod(shape[1:])))
@@ -472,10 +472,10 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def angles(self, sequence: int) -> tuple[Any, Any]:
-        """Cosine and sine of every position's angles, each (sequence, head_dim).
+        """Return cosine and sine of the angles of all positions, each (sequence, head_dim).
 
-        Computed by operators only: a tensor made from values while a graph is traced occasionally aborts the process when another
-        graph is traced later (OneFlow 0.9.0).
+        They are computed by operators only. In OneFlow 0.9.0, a tensor that is created from values while a graph is traced
+        occasionally aborts the process when another graph is traced later.
         """
         pairs = flow.arange(0, self.head_dim, 2, dtype=flow.float32)
         frequencies = flow.exp(pairs * (-math.log(self.theta) / self.head_dim))

@@ -1,9 +1,9 @@
-"""Communication of ranks inside a stage, and where tensors are.
+"""Communication of ranks inside a stage, and the layouts of tensors on ranks.
 
-- `mesh`: ranks as a mesh, `RankAxis` and the groups along it.
+- `mesh`: `RankAxis`, an axis of a mesh of ranks, and the groups along it.
 - `collectives`: differentiable collectives along one mesh axis.
 - `layouts`: which elements of parameters and activations each rank holds.
-- `moves`: redistributions as statements; `moving` executes them, `exchanging` those that are exchanges.
+- `moves`: redistributions as statements; `moving` executes them, and `exchanging` executes exchanges.
 
-`layouts` and `moves` do without OneFlow; the others need it when they are imported.
+`layouts`, `mesh` and `moves` need no OneFlow. The other modules import it.
 """

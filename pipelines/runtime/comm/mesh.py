@@ -1,8 +1,8 @@
 """The axes of a mesh of ranks, and the groups of ranks along an axis.
 
-A mesh of lengths (l_0, ..., l_k) holds the ranks ``first_rank`` to ``first_rank + num_ranks - 1`` in natural order, the last
-axis varying fastest, so that a step of one along axis i is a step of ``stride_i = l_{i+1} * ... * l_k`` ranks. Ranks 0 to 7
-on the mesh (2, 4):
+A mesh with axes of lengths (l_0, ..., l_k) consists of the ranks ``first_rank`` to ``first_rank + num_ranks - 1`` in ascending
+order, where the last axis varies fastest. Neighbours along axis i have ranks that differ by ``stride_i = l_{i+1} * ... * l_k``.
+Ranks 0 to 7 on the mesh (2, 4):
 
     =========================  ======  =============================
     axis                       stride  groups along it
@@ -12,8 +12,8 @@ on the mesh (2, 4):
     both as one, length 8      1       {0 1 2 3 4 5 6 7}
     =========================  ======  =============================
 
-A `RankAxis` stores only its size and its stride. Ranks in a group always ascend (OneFlow accepts a placement with its ranks in
-another order, and returns wrong values).
+A `RankAxis` stores its size and its stride, not the mesh. The ranks of a group always ascend: OneFlow accepts a placement whose
+ranks have another order, and then returns wrong values.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class RankAxis:
     """One axis of a mesh.
 
     Attributes:
-        size: number of ranks along it.
-        stride: distance in ranks of neighbours along it.
-        num_ranks: of the mesh.
-        first_rank: of the mesh.
+        size: Number of ranks along the axis.
+        stride: Difference between the ranks of neighbours along the axis.
+        num_ranks: Number of ranks of the mesh.
+        first_rank: Lowest rank of the mesh.
 
     >>> RankAxis(size=2, stride=4, num_ranks=8).groups()
     [(0, 4), (1, 5), (2, 6), (3, 7)]
 
     Raises:
-        UserError: ``size * stride`` does not divide ``num_ranks``, or a number is out of range.
+        UserError: The mesh has no such axis: ``size * stride`` does not divide ``num_ranks``, or a number is out of range.
     """
 
     size: int
@@ -60,12 +60,16 @@ class RankAxis:
             )
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along this axis, itself included, ascending."""
+        """Return the ranks that differ from ``rank`` only along this axis, including ``rank``, in ascending order."""
         base = rank - self.index(rank) * self.stride
         return tuple(base + k * self.stride for k in range(self.size))
 
     def index(self, rank: int) -> int:
-        """The coordinate of ``rank`` along this axis: its position in its group."""
+        """Return the coordinate of ``rank`` along this axis, which is its position in its group.
+
+        Raises:
+            UserError: The rank is not on the mesh.
+        """
         position = rank - self.first_rank
         if not 0 <= position < self.num_ranks:
             last = self.first_rank + self.num_ranks - 1
@@ -73,6 +77,6 @@ class RankAxis:
         return position // self.stride % self.size
 
     def groups(self) -> list[tuple[int, ...]]:
-        """All groups along this axis, ordered by their first rank; each rank of the mesh is in exactly one."""
+        """Return all groups along this axis, ordered by their first rank. Each rank of the mesh is in exactly one group."""
         ranks = range(self.first_rank, self.first_rank + self.num_ranks)
         return [self.group(rank) for rank in ranks if self.index(rank) == 0]

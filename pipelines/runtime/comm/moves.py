@@ -4,13 +4,13 @@ A local tensor is viewed with one dimension per digit,
 
     dimension d of length L  ->  (n_0, n_1, ..., n_k, rest)        rest = L / (n_0 ... n_k)
 
-where a digit that a mesh axis owns has length 1: this rank's value of it is its coordinate on that axis. A move of neighbouring
-axes runs one collective, which splits the digits that they take (the outermost axis is the most significant, as ranks are
-numbered) and concatenates those that they release. Digits that are the outermost of their dimension are split or concatenated as
-the dimension itself, ``all_to_all(x, axis, split_dim=2, concat_dim=0)``; others are given by their positions in a view of the
-tensor (:func:`moving.exchange_digits`).
+where a digit that a mesh axis owns has length 1, because the rank's coordinate on the axis is its value. A move of neighbouring
+axes runs one collective. The collective splits the digits that the axes take, and concatenates the digits that the axes release.
+The outermost axis takes the most significant digit, because ranks are numbered in this order. If the digits are the outermost
+digits of a dimension, the collective works on this dimension, as in ``all_to_all(x, axis, split_dim=2, concat_dim=0)``. Other
+digits are given by their positions in a view of the tensor (:func:`moving.exchange_digits`).
 
-A part of a route that is an exchange has no digits: it is one statement.
+An exchange, which is the other kind of part of a route, has no digits. It is one statement.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["move_calls"]
 
 
 def move_calls(route: Route, shape: Sequence[int], dims: Sequence[int] = (0, 2)) -> tuple[Call, ...]:
-    """The statements that move a rank's part of a tensor along a route, for any length of its first dimension.
+    """Return the statements that redistribute a rank's part of a tensor. They hold for any length of its first dimension.
 
     Args:
-        route: redistributions and exchanges.
-        shape: of the part before.
-        dims: the dimension of the tensor for each dimension of the distributions, ascending; the others are never split.
+        route: Redistributions and exchanges, in order.
+        shape: Shape of the rank's part before the route.
+        dims: Dimension of the tensor for each dimension of the distributions, ascending. The other dimensions are never split.
     """
     calls: list[Call] = []
     shape = tuple(shape)
@@ -84,14 +84,14 @@ class _View:
         return tuple(prod(self.lengths[i] for i in span) for span in self.spans)
 
     def restored(self) -> list[Call]:
-        """The statement that restores the tensor's dimensions, if it is reshaped."""
+        """Return the statement that restores the tensor's dimensions, if it is reshaped."""
         if not self.is_reshaped:
             return []
         self.is_reshaped = False
         return [Call("reshape", (X, (-1, *self.shape[1:])))]
 
     def calls(self, move: Move) -> list[Call]:
-        """The statements of one move."""
+        """Return the statements of one move."""
         if move.collective is None:
             return [self._local(atom, before, after) for atom, before, after in move.parts]
         if move.collective is Collective.ALL_REDUCE:
@@ -109,7 +109,7 @@ class _View:
         return calls
 
     def _on_dims(self, move: Move, split: int | None, concat: int | None) -> list[Call]:
-        """A collective along whole dimensions; empty if the move does not consist of whole dimensions."""
+        """Return the statements of a collective along whole dimensions; none if the move does not consist of whole dimensions."""
         name, axis = f"ranks.{move.collective.value.replace('-', '_')}", {"axis": move.axis}  # type: ignore[union-attr]
         if move.collective is Collective.ALL_GATHER and concat is not None:
             return [*self.restored(), Call(name, (X,), {**axis, "dim": concat}, num_steps=1)]
@@ -141,7 +141,7 @@ class _View:
         return Call("keep_first_copy", (X, RANKS), {"axis": atom})
 
     def _on_one_digit(self, function: str, axis: Axis, place: int, length: int) -> Call:
-        """A local operation on one digit, in the view (dimensions before it, the digit, dimensions behind it)."""
+        """Return a local operation on one digit, in the view (dimensions before the digit, the digit, dimensions after it)."""
         before, behind = prod(self.lengths[:place]), prod(self.lengths[place + 1 :])
         is_first = place in self.spans[0]
         view = (before, self.lengths[place], -1) if is_first else (-1, self.lengths[place], behind)
@@ -150,7 +150,7 @@ class _View:
         return Call(function, (X, RANKS), {"axis": axis, "view": view})
 
     def _whole_dim(self, places: Sequence[int]) -> int | None:
-        """The dimension of the tensor whose outermost digits are ``places``, in order; None if there is none."""
+        """Return the dimension of the tensor whose outermost digits are ``places``, in order; None if there is none."""
         dim = next((dim for dim, span in enumerate(self.spans) if places and places[0] in span), None)
         if dim is None:
             return None

@@ -1,4 +1,4 @@
-"""Execution of redistributions: the statements of :mod:`moves` on local tensors."""
+"""Executes redistributions: runs the statements of :mod:`moves` on local tensors."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ Tensor = Any
 
 
 def move_tensor(x: Tensor, route: Route, stepper: Stepper, dims: Sequence[int]) -> Tensor:
-    """This rank's part of a tensor after the redistributions of ``route``; differentiable.
+    """Redistribute a tensor along a route. The function is differentiable.
 
     Args:
-        x: its part before.
-        route: the redistributions.
-        stepper: the ranks.
-        dims: the dimension of ``x`` for each dimension of the distributions, ascending; the others are never split.
+        x: This rank's part of the tensor before.
+        route: The redistributions and exchanges.
+        stepper: The ranks.
+        dims: Dimension of ``x`` for each dimension of the distributions, ascending. The other dimensions are never split.
+
+    Returns:
+        This rank's part of the tensor after the route.
     """
     return run_moves(x, move_calls(route, tuple(x.shape), dims), stepper, dims)
 
 
 def run_moves(x: Tensor, calls: Sequence[Call], stepper: Stepper, dims: Sequence[int] = (0, 2)) -> Tensor:
-    """As `move_tensor`, given the statements of a route (:func:`moves.move_calls`)."""
+    """Redistribute a tensor as in `move_tensor`, given the statements of the route (:func:`moves.move_calls`)."""
     for call in calls:
         if call.function == "reshape":
             x = x.reshape(*call.arguments[1])
@@ -55,19 +58,20 @@ def exchange_digits(
     concat: Sequence[int] = (),
     sizes: Sequence[int] = (),
 ) -> Tensor:
-    """A collective that splits or concatenates parts of the dimensions of ``x``, its digits.
+    """Run a collective that splits or concatenates digits, which are parts of the dimensions of ``x``.
 
-    It is an all-gather without digits to split, a reduce-scatter without digits to concatenate, otherwise an all-to-all. OneFlow's
-    kernels support at most eight dimensions, so ``x`` is reshaped to at most three; the result keeps such a shape.
+    The collective is an all-gather if no digits are split, a reduce-scatter if no digits are concatenated, and an all-to-all
+    otherwise. OneFlow's kernels support at most eight dimensions, so ``x`` is reshaped to at most three dimensions. The result
+    also has such a shape.
 
     Args:
-        x: this rank's part.
-        ranks: the ranks.
-        axis: whose groups communicate.
-        view: the lengths of the digits that the dimensions of ``x`` consist of; -1 for the remaining one, of the samples.
-        split: the digits to split, as positions in ``view``, the most significant for the ranks of the axis first.
-        concat: the digits to concatenate; they have length 1 before and ``sizes`` after.
-        sizes: lengths of ``concat`` after.
+        x: This rank's part of the tensor.
+        ranks: The ranks.
+        axis: Axis along which the groups communicate.
+        view: Lengths of all digits of the dimensions of ``x``; -1 for the digit that depends on the number of samples.
+        split: Positions in ``view`` of the digits to split, the most significant digit of the ranks' order first.
+        concat: Positions in ``view`` of the digits to concatenate. They have length 1 before, and ``sizes`` after.
+        sizes: Lengths of the digits ``concat`` after the collective.
     """
     lengths = [x.numel() // -prod(view) if length == -1 else length for length in view]
     blocks, cut, end = _moves_to_front([*split, *concat], len(lengths)), len(split), len(split) + len(concat)
@@ -88,7 +92,7 @@ def exchange_digits(
 
 
 def _moves_to_front(front: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """The blocks (start, stop) of dimensions to move to the front, one after the other, so that ``front`` come first."""
+    """Return the blocks (start, stop) of dimensions that, moved to the front one after the other, bring ``front`` to the front."""
     order, blocks = list(range(count)), []
     runs: list[list[int]] = []
     for place in front:
@@ -104,26 +108,26 @@ def _moves_to_front(front: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def _swap(x: Tensor, lengths: list[int], middle: int, end: int) -> Tensor:
-    """Swap the first ``middle`` dimensions with those from there to ``end``; updates ``lengths``."""
+    """Swap the first ``middle`` dimensions with the dimensions from ``middle`` to ``end``. Updates ``lengths``."""
     shape = (prod(lengths[:middle]), prod(lengths[middle:end]), prod(lengths[end:]))
     lengths[:end] = lengths[middle:end] + lengths[:middle]
     if shape[0] == 1 or shape[1] == 1:
-        return x  # no change in memory
+        return x  # the order of the elements in memory does not change
     return x.reshape(*shape).permute(1, 0, 2)
 
 
 def take_digit(x: Tensor, ranks: Ranks, axis: Axis, view: tuple[int, int, int]) -> Tensor:
-    """B -> S of a digit, the middle one of ``view``; nothing is sent."""
+    """Change a digit, the middle dimension of ``view``, from B to S. Nothing is sent."""
     return take_shard(x.reshape(*view), ranks.axis(axis), 1)
 
 
 def pad_digit(x: Tensor, ranks: Ranks, axis: Axis, view: tuple[int, int, int]) -> Tensor:
-    """S -> P of a digit, the middle one of ``view``; nothing is sent."""
+    """Change a digit, the middle dimension of ``view``, from S to P. Nothing is sent."""
     return pad_shard(x.reshape(*view), ranks.axis(axis), 1)
 
 
 def keep_first_copy(x: Tensor, ranks: Ranks, axis: Axis) -> Tensor:
-    """B -> P: the copy of the first rank on the axis becomes the only summand."""
+    """Change from B to P: the first rank on the axis keeps its copy as a summand, and the other ranks have zeros."""
     return x * (1.0 if axis.coordinate(ranks.rank) == 0 else 0.0)
 
 

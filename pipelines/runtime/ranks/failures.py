@@ -1,4 +1,4 @@
-"""Failures of ranks, described in one line that names the rank and its error."""
+"""Describes failures of ranks in one line, which names the rank and its error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _HERE = Path(__file__).parent
-#: Files whose frames do not tell a user where an error is from.
+#: Files whose frames `last_position` skips, in addition to those of OneFlow and the standard library.
 _RUNTIME_FILES = {
     str(path)
     for path in (
@@ -38,8 +38,8 @@ class RankError(RuntimeError):
     """A rank failed, and all ranks were ended.
 
     Attributes:
-        rank: that failed.
-        log: file with its output; None if it was not kept.
+        rank: The rank that failed.
+        log: File with its output; None if the output was not kept.
     """
 
     exit_code = 1  # of a command
@@ -51,13 +51,16 @@ class RankError(RuntimeError):
 
 
 class RankUserError(RankError, UserError):
-    """A rank raised a `UserError`: the input is at fault."""
+    """A rank raised a `UserError`, because the user's input is wrong."""
 
     exit_code = UserError.exit_code
 
 
 class FailureKind(enum.IntEnum):
-    """How a rank failed, the most informative first: if several fail at once, the others are mostly consequences."""
+    """The ways in which a rank fails, the most informative first.
+
+    If several ranks fail at once, the most informative failure is usually the cause of the others.
+    """
 
     KILLED = 0  # by a signal from outside
     RAISED = 1
@@ -71,14 +74,14 @@ class FailureKind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure.
+    """The failure of one rank.
 
     Attributes:
-        rank: that failed.
-        kind: how it failed.
-        text: continues the sentence "rank 3 of 4 ...".
-        is_user_error: whether it raised a `UserError`.
-        position: where in the user's code a rank was when it was cut off; "" if unknown, and for other failures.
+        rank: The rank that failed.
+        kind: The kind of failure.
+        text: Description, which continues the sentence "rank 3 of 4 ...".
+        is_user_error: Whether the rank raised a `UserError`.
+        position: Position in the user's code of a rank that was cut off; "" if unknown, and for other kinds.
     """
 
     rank: int
@@ -89,7 +92,7 @@ class RankFailure:
 
     @staticmethod
     def of_exception(rank: int, type_name: str, text: str, is_user_error: bool) -> RankFailure:
-        """The failure of a rank that raised an exception; OneFlow's timeouts in communication are recognised."""
+        """Return the failure of a rank that raised an exception. OneFlow's timeouts of communication have a kind of their own."""
         if waited_too_long(text):
             return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
         line = _first_line(text)
@@ -99,7 +102,14 @@ class RankFailure:
 
     @staticmethod
     def of_death(rank: int, signal_number: int, exit_code: int, log_tail: str) -> RankFailure:
-        """The failure of a rank whose process ended, by ``signal_number`` if it is not 0; ``log_tail`` is the end of its log."""
+        """Return the failure of a rank whose process ended.
+
+        Args:
+            rank: The rank.
+            signal_number: Signal that ended the process; 0 if it exited.
+            exit_code: Exit code of the process, if it exited.
+            log_tail: The end of its log.
+        """
         if waited_too_long(log_tail):
             return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
         if signal_number == 0:
@@ -120,31 +130,36 @@ class RankFailure:
 
 
 def positions_text(living: Mapping[int, str], failures: Iterable[RankFailure]) -> str:
-    """The positions of ranks, to be appended to a message: of living ones, and of those that were cut off meanwhile."""
+    """Return a text with the positions of ranks, which is appended to a message.
+
+    Args:
+        living: Positions of the ranks that run.
+        failures: Failures, whose positions are added.
+    """
     positions = {failure.rank: failure.position for failure in failures if failure.position} | dict(living)
     return "".join(f"; rank {rank} is at {position}" for rank, position in sorted(positions.items()))
 
 
 def waited_too_long(text: str) -> bool:
-    """Whether an error text means that a rank waited for another one for longer than ``ONEFLOW_TIMEOUT_SECONDS``.
+    """Return whether an error text means that a rank waited for another rank for longer than ``ONEFLOW_TIMEOUT_SECONDS``.
 
-    OneFlow's transfers fail in a wait on a condition, and its wait for pending operations with a list of blocking instructions;
-    our own barrier (`wire.synchronize`) ends with faulthandler's "Timeout (0:00:15)!".
+    OneFlow's transfers fail while they wait on a condition variable. Its wait for pending operations fails with a list of blocking
+    instructions. `wire.synchronize` ends with faulthandler's "Timeout (0:00:15)!".
     """
     words = ("cond_.wait_for(lck, seconds", "blocking instructions", "timeout_error")
     return any(word in text for word in words) or bool(re.search(r"^Timeout \(\d+:\d\d:\d\d", text, re.MULTILINE))
 
 
 def _lost_another(log_tail: str) -> bool:
-    """Whether OneFlow reports a broken connection to another rank: of its control service (gRPC), or of its data network."""
+    """Return whether OneFlow reports a broken connection to another rank, of its control service (gRPC) or its data network."""
     return bool(re.search(r"rpc_client\.cpp.*\(14 vs\. 0\)|Machine \d+ lost|io_event_poller", log_tail))
 
 
 def last_position(dump: str) -> str:
-    """``file:line in function`` of the innermost frame of user code in the main thread, from a dump of faulthandler.
+    """Return the innermost frame of user code in the main thread, from a dump of faulthandler, as ``file:line in function``.
 
-    Frames of OneFlow, of the standard library and of the code that runs jobs are skipped; "" if there is no other. Threads come
-    newest first, so the main thread is the last one.
+    Frames of OneFlow, of the standard library and of the code that runs jobs are skipped. The result is "" if there is no other
+    frame. The dump lists the newest thread first, so the main thread is the last.
     """
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
     frames = re.findall(r'^  File "([^"]*)", line (\d+) in (\S+)$', threads[-1], flags=re.MULTILINE)
@@ -162,7 +177,7 @@ def _first_line(text: str) -> str:
 
 
 def _last_error_line(log_tail: str) -> str:
-    """The last line of a log that reports an error: C++ prints it before faulthandler adds its stack."""
+    """Return the last line of a log that reports an error. C++ prints its error before faulthandler adds a stack."""
     lines = [line.strip() for line in _without_colours(log_tail).splitlines()]
     errors = [line for line in lines if re.search(r"Check failed|Error|error:|what\(\):", line)]
     errors = [line for line in errors if not line.startswith("Fatal Python error")]

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine, runs jobs on them, watches them, and ends them all.
+"""Starts ranks on this machine, runs jobs on them, watches them, and ends them.
 
 A `RankPool` starts its ranks once and runs any number of jobs on them. A job is a Python function that all ranks call. The function
 must be importable, and its arguments and results must be picklable. A job returns one result per rank.
@@ -6,16 +6,17 @@ must be importable, and its arguments and results must be picklable. A job retur
     with RankPool(4) as pool:
         results = pool.run("my_package.jobs:train", 50)
 
-**Starting.** Rank 0 has to listen before the others connect (one that connects too early sleeps for 10 s). All processes start
-at once and load what needs no other rank; then rank 0 loads OneFlow, and when it listens the others do.
+**Starting.** Rank 0 has to listen before the other ranks connect, because a rank that connects too early sleeps for 10 s. All
+processes start at the same time, and load the libraries that need no other rank. Then rank 0 loads OneFlow. When rank 0 listens,
+the other ranks load OneFlow.
 
-**Watching.** While the launcher waits, all ranks are watched: the first that raises, dies, is stopped or blocks fails the job, and
-every failure ends all ranks. A rank blocked in communication gives up after ``stall_timeout_s`` (OneFlow's own timeout;
-communication includes barriers and waiting for pending operations); a suspended rank is noticed after 3 s. Several ranks often
-fail at once, one because of the other; the most informative failure is reported.
+**Watching.** While the launcher waits, it watches all ranks. The job fails if a rank raises, dies, is suspended or blocks. Every
+failure ends all ranks. A rank that is blocked in communication gives up after ``stall_timeout_s``, which is OneFlow's own timeout;
+communication includes barriers and waiting for pending operations. A suspended rank is noticed after 3 s. Often several ranks fail
+at once, because the failure of one rank makes others fail. The most informative failure is reported.
 
-**Ending.** Everything that a rank started ends with it (see `keeper`). A launcher that dies, even by SIGKILL, takes its ranks with
-it, because they and their keepers watch its pipe. Ranks that are done leave together (see `parting`).
+**Ending.** All processes that a rank has started end with the rank (see `keeper`). If the launcher ends, even by SIGKILL, its ranks
+end too, because the ranks and their keepers watch its pipe. After a job, the ranks leave together (see `parting`).
 """
 
 from __future__ import annotations
@@ -41,33 +42,33 @@ __all__ = ["RankPool", "Target"]
 
 Target = Union[str, Callable[..., Any]]
 
-_TICK_SECONDS = 0.2  # how often ranks are checked while no message arrives
-_SETTLE_SECONDS = 0.4  # how long the report of a failure waits for the failure that caused it
-# The same for a crash, which usually is a consequence: a killed process's sockets close before the process has ended.
-_DEATH_SECONDS = 2.0
-_EXIT_SECONDS = 3.0  # how long idle ranks may take to exit
+_TICK_SECONDS = 0.2  # interval between checks of the ranks while no message arrives
+_SETTLE_SECONDS = 0.4  # time between a failure and its report, to wait for the failure that has caused it
+# The same time after a crash, which is usually a consequence: the sockets of a killed process close before the process has ended.
+_CRASH_SETTLE_SECONDS = 2.0
+_EXIT_SECONDS = 3.0  # longest time that idle ranks may take to exit
 
 
 class RankPool:
-    """``num_ranks`` ranks on this machine that run jobs one after the other; for use by one thread of the launcher.
+    """Ranks on this machine that run jobs one after the other. Only one thread of the launcher may use the pool.
 
     The ranks share the machine's cores equally, and assume that nothing else runs on them.
 
     Args:
-        num_ranks: number of ranks.
-        private_network: give the ranks a network of their own, whose traffic can be counted (see `network`).
-        with_oneflow: load OneFlow and join the ranks; without it they are plain Python processes.
-        stall_timeout_s: how long a rank may wait for another in communication before this counts as a deadlock. It has to
-            exceed the longest computation that one rank does while another waits for it, and the longest single operation.
-        start_timeout_s: how long all ranks may take to be ready.
-        log_dir: folder for the ranks' output, ``rank<k>.log``; by default a temporary folder, kept only after a failure.
-        environment: additional environment variables of the ranks.
-        show_ranks: ranks whose standard output goes to the launcher's instead of their log.
+        num_ranks: Number of ranks.
+        private_network: Whether the ranks have a network of their own, whose traffic can be counted (see `network`).
+        with_oneflow: Whether the ranks load OneFlow and join. Without OneFlow they are plain Python processes.
+        stall_timeout_s: Longest time [s] that a rank may wait for another rank in communication; longer waits count as a deadlock.
+            It has to exceed the longest computation of a rank for which another rank waits, and the longest single operation.
+        start_timeout_s: Longest time [s] until all ranks are ready.
+        log_dir: Folder for the output of the ranks, ``rank<k>.log``. Default: a temporary folder, kept only after a failure.
+        environment: Additional environment variables of the ranks.
+        show_ranks: Ranks whose standard output goes to the standard output of the launcher instead of their log.
 
     Raises:
-        UserError: the number of ranks is not positive, OneFlow or private networks are not available, or the system has no
-            room for logs or processes.
-        RankError: a rank failed while it started.
+        UserError: The number of ranks is not positive, OneFlow or private networks are not available, or the system has no
+            space for logs or processes.
+        RankError: A rank failed while it started.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank, which is also its process group."""
+        """The process number of each rank, which is also the number of its process group."""
         return [rank.pid for rank in self._ranks if rank.pid is not None]
 
     def run(
@@ -125,19 +126,19 @@ class RankPool:
         """Call ``target(*arguments)`` on every rank.
 
         Args:
-            target: an importable function, or its name: ``module:function`` or ``path/to/file.py:function``. Ranks
+            target: An importable function, or its name: ``module:function`` or ``path/to/file.py:function``. Ranks
                 import the module, so a script should start ranks under ``if __name__ == "__main__"``.
-            arguments: of the function, the same on every rank.
-            timeout_s: how long the job may take; None: forever.
-            on_report: called with rank and value whenever a rank calls `rank.report`.
+            arguments: Arguments of the function, the same on every rank.
+            timeout_s: Longest time of the job [s]; None: no limit.
+            on_report: Called with rank and value whenever a rank calls `rank.report`.
 
         Returns:
             The result of each rank, rank 0 first.
 
         Raises:
-            UserError: the target is not importable or its arguments cannot be pickled.
-            RankError: a rank raised, died, stalled, or the time was up; no rank is left. It is a UserError too
-                (`RankUserError`) when the rank raised one.
+            UserError: The target cannot be imported, or its arguments cannot be pickled.
+            RankError: A rank raised, died or stalled, or the job took too long. All ranks have been ended. The error is a
+                `RankUserError`, which is a UserError too, if the rank raised a UserError.
         """
         return self.run_each(target, [arguments] * self.num_ranks, timeout_s=timeout_s, on_report=on_report)
 
@@ -171,7 +172,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """End the ranks, which should be idle; no process is left."""
+        """End the ranks, which should be idle."""
         if not self._is_open:
             return
         self._part()
@@ -179,7 +180,7 @@ class RankPool:
         self._end()
 
     def _part(self) -> None:
-        """Let the idle ranks stop using their network; any that does not is ended nevertheless."""
+        """Make the idle ranks stop using their network. Ranks that do not answer in time are ended nevertheless."""
         self._ranks.part()
         parted: set[int] = set()
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -258,7 +259,7 @@ class RankPool:
         what: str,
         on_report: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """Wait until each of ``ranks`` has sent a message of the kind ``wanted``; returns their values in order."""
+        """Wait until each of ``ranks`` has sent a message of the kind ``wanted``. Return the values in the order of the ranks."""
         while True:
             got = {rank: value for rank, kind, value in self._unclaimed if kind == wanted}
             awaited = [rank for rank in ranks if rank.rank not in got]
@@ -273,7 +274,7 @@ class RankPool:
                     on_report(rank, value)
 
     def _watch(self, deadline: float | None, what: str, awaited: Sequence[RankProcess]) -> list[RankMessage]:
-        """Wait for a tick or for messages, which are returned; raises as soon as any rank has failed."""
+        """Wait for messages, at most one tick, and return them. Raise an error if any rank has failed or the deadline is over."""
         tick = _TICK_SECONDS if deadline is None else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
         messages, failures = self._ranks.poll(tick)
         if failures:
@@ -284,24 +285,24 @@ class RankPool:
         return messages
 
     def _causes(self, failures: Sequence[RankFailure]) -> list[RankFailure]:
-        """These failures and those that follow soon, the most informative first."""
+        """Return these failures and the failures that follow soon, the most informative first."""
         begun, known = time.monotonic(), list(failures)
         while True:
             known.sort(key=lambda failure: failure.kind)
             is_consequence = known[0].kind in (FailureKind.CRASHED, FailureKind.CUT_OFF)
-            patience = _DEATH_SECONDS if is_consequence else _SETTLE_SECONDS
-            left = begun + patience - time.monotonic()
-            if left <= 0:
+            patience_s = _CRASH_SETTLE_SECONDS if is_consequence else _SETTLE_SECONDS
+            remaining_s = begun + patience_s - time.monotonic()
+            if remaining_s <= 0:
                 return known
-            time.sleep(min(left, 0.02))
+            time.sleep(min(remaining_s, 0.02))
             known += self._ranks.poll(0.0)[1]
 
     def _error(self, failure: RankFailure, *others: RankFailure) -> RankError:
-        """The error for a failure. The ranks must still run: they may be asked for their positions.
+        """Return the error for a failure. Call it before the ranks are ended, because they may be asked for their positions.
 
         Args:
-            failure: the most informative one.
-            others: the other failures.
+            failure: The most informative failure.
+            others: The other failures.
         """
         notes = ""
         if failure.kind in (FailureKind.WAITED, FailureKind.TIMEOUT):
@@ -319,7 +320,7 @@ class RankPool:
     # ---- Ending -----------------------------------------------------------------------------------------------------
 
     def _end(self, failed: bool = False) -> None:
-        """Kill and reap all ranks; after a failure, keep their logs."""
+        """Kill and reap all ranks. Keep their logs after a failure."""
         if not self._is_open:
             return
         self._is_open = False
@@ -338,7 +339,7 @@ def _check_possible(num_ranks: int, private_network: bool, with_oneflow: bool) -
 
 
 def _log_folder(log_dir: Path | None) -> tuple[WorkFolder | None, Path]:
-    """The folder for logs, preceded by its owner if it is a temporary one."""
+    """Create the folder for logs. Return (the temporary folder, or None if the user has given a folder; its path)."""
     try:
         if log_dir is None:
             temporary = WorkFolder("ranks")
@@ -351,7 +352,7 @@ def _log_folder(log_dir: Path | None) -> tuple[WorkFolder | None, Path]:
 
 
 def _target_name(target: Target) -> str:
-    """The name by which a rank imports the target."""
+    """Return the name by which a rank imports the target."""
     if isinstance(target, str):
         return target
     module, name = target.__module__, target.__qualname__

@@ -1,6 +1,6 @@
-"""The ranks of a job on this machine: starting, polling and ending them. The caller decides what they run.
+"""The processes of the ranks of a job on this machine: starts, polls and ends them. The caller sends them their jobs.
 
-`launcher.RankPool` uses it for a job on this machine only, a supervisor of ``autoddl launch`` for the ranks of its host.
+`launcher.RankPool` uses this module for jobs on this machine. A supervisor of ``autoddl launch`` uses it for the ranks of its host.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from .processes import RankProcess
 
 __all__ = ["LocalRanks", "RankMessage"]
 
-#: Rank, kind and value of a message: see `rank`.
+#: Rank, kind and value of a message; `rank` lists the kinds.
 RankMessage = tuple[int, str, Any]
 
-_POSITION_SECONDS = 2.0  # how long ranks may take to report their positions; a rank inside of OneFlow never does
-_KILL_SECONDS = 5.0  # how long the system may take to remove killed processes
+_POSITION_SECONDS = (
+    2.0  # longest time that ranks may take to report their positions; a rank inside OneFlow never reports
+)
+_KILL_SECONDS = 5.0  # longest time that the system may take to remove killed processes
 _MARK = "AUTODDL_STARTED_BY"  # in the environment of ranks and of all their descendants
 
 
@@ -31,7 +33,7 @@ class LocalRanks:
     """The ranks of a job on this machine, in the order of their start.
 
     Args:
-        launcher_timeout_s: how long this process may be suspended before its ranks end; 0: forever.
+        launcher_timeout_s: Longest time [s] that this process may be suspended before its ranks end; 0: no limit.
     """
 
     def __init__(self, launcher_timeout_s: float = 0.0) -> None:
@@ -47,7 +49,7 @@ class LocalRanks:
         return len(self._ranks)
 
     def of(self, rank: int) -> RankProcess:
-        """The process of a rank."""
+        """Return the process of a rank."""
         return next(process for process in self._ranks if process.rank == rank)
 
     def start(
@@ -82,9 +84,10 @@ class LocalRanks:
         return process
 
     def poll(self, patience_s: float) -> tuple[list[RankMessage], list[RankFailure]]:
-        """Wait for messages, at most ``patience_s``; returns messages and failures of all ranks.
+        """Wait for messages, at most ``patience_s`` seconds.
 
-        A failure that lasts, such as a death, is returned by every call.
+        Returns:
+            The messages and the failures of all ranks. Every call returns the failures that last, such as a death.
         """
         messages: list[RankMessage] = []
         failures: list[RankFailure] = []
@@ -117,32 +120,34 @@ class LocalRanks:
             messages += rank.inbox.feed(piece)
 
     def suspended(self) -> RankFailure | None:
-        """The failure of a suspended rank, which other ranks may be waiting for; None if there is none."""
+        """Return the failure of a suspended rank, for which other ranks may wait; None if no rank is suspended."""
         return next((_stopped(rank) for rank in self._living() if rank.is_stopped()), None)
 
     def positions(self) -> dict[int, str]:
-        """The positions in the user's code of the living ranks that report them in time."""
+        """Return the positions in the user's code of all running ranks that report them in time."""
         asked = {rank.rank: (rank, rank.ask_position()) for rank in self._living()}
-        found: dict[int, str] = {}
+        positions: dict[int, str] = {}
         deadline = time.monotonic() + _POSITION_SECONDS
-        while len(found) < len(asked) and time.monotonic() < deadline:
+        while len(positions) < len(asked) and time.monotonic() < deadline:
             time.sleep(0.05)
-            found = {number: text for number, (rank, asked_at) in asked.items() if (text := rank.position(asked_at))}
-        return found
+            positions = {
+                number: text for number, (rank, asked_at) in asked.items() if (text := rank.position(asked_at))
+            }
+        return positions
 
     def _living(self) -> Sequence[RankProcess]:
         return [rank for rank in self._ranks if rank.death() is None]
 
     def part(self) -> None:
-        """Let idle ranks stop using OneFlow's network; each sends "parted" when it has.
+        """Make idle ranks stop using OneFlow's network. Each rank sends "parted" when it has stopped.
 
-        All ranks of the job should part before any of them exits.
+        All ranks of the job must have stopped before any of them exits.
         """
         for rank in self._ranks:
             rank.send("part")
 
     def leave(self, patience_s: float) -> None:
-        """Let idle ranks exit by themselves, for at most ``patience_s``."""
+        """Make idle ranks exit by themselves, and wait for at most ``patience_s`` seconds."""
         for rank in self._ranks:
             rank.send("exit")
         deadline = time.monotonic() + patience_s
@@ -158,7 +163,7 @@ class LocalRanks:
             rank.kill_keeper()
 
     def end(self) -> None:
-        """Kill and reap all ranks; no process is left."""
+        """Kill and reap all ranks."""
         self.kill()
         for rank in self._ranks:
             with contextlib.suppress(KeyError):

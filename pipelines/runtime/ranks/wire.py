@@ -1,23 +1,23 @@
-"""Measuring the bytes that ranks send to each other.
+"""Measures the bytes that ranks send to each other.
 
-In a private network (`network`) the counters of the loopback device hold exactly what the ranks of a job sent. `measure` reads
-them around a section that all ranks of the job enter together:
+In a private network (`network`) the counters of the loopback device count exactly the bytes that the ranks of a job send. `measure`
+reads the counters before and after a section, which all ranks of the job run together. It waits until the counters are quiet:
 
     barrier, quiet, read; barrier; section; barrier, quiet, read; barrier
 
-Bytes other than the tensors', and their treatment:
+The counters include bytes that do not belong to tensors:
 
-- *Headers.* Every packet carries 20 bytes of IP and 32 of TCP (with its timestamps); pure acknowledgements are headers only. The
-  device counts packets too, so ``bytes - 52 packets`` is the payload. (``lo`` removes the Ethernet header before it counts.)
-- *The barriers* within the measured span send some hundred bytes per rank, not always the same number. `measure_baseline` measures
-  them with an empty section, to be subtracted; noise of a few hundred bytes remains.
-- *OneFlow's own messages* are included: 448 bytes with every message between two ranks, collective or point-to-point
-  (`MESSAGE_BYTES`; measured over 200 tiny transfers on 2, 4 and 8 ranks, to within a byte per message).
-- *TCP retransmissions*, up to 64 KB at a time, are included but reported: `Traffic.num_resent`. They do not occur with the settings
-  of `network.create_namespace`, unless the system forbids these.
+- *Headers.* Every packet has 20 bytes of IP and 32 bytes of TCP (with its timestamps). Pure acknowledgements consist of headers.
+  The device also counts packets, so the payload is ``bytes - 52 packets``. (``lo`` does not count the Ethernet header.)
+- *Barriers.* The barriers between the two readings send some hundred bytes per rank, and not always the same number.
+  `measure_baseline` measures them with an empty section. After the subtraction, an error of a few hundred bytes remains.
+- *OneFlow's own messages.* OneFlow adds 448 bytes to every message between two ranks, collective or point-to-point
+  (`MESSAGE_BYTES`; measured over 200 tiny transfers on 2, 4 and 8 ranks, to within a byte per message). They are not subtracted.
+- *TCP retransmissions*, of up to 64 KB each, are not subtracted, but counted in `Traffic.num_resent`. They do not occur with the
+  settings of `network.create_namespace`, unless the system forbids these settings.
 
-So ``payload_bytes = tensor bytes + 448 messages``, where a message is what the cost model counts: p - 1 per rank in an all-gather.
-With messages of 16 KB this is 2.7 % more than the tensors' bytes, with 256 KB 0.2 %.
+So ``payload_bytes = tensor bytes + 448 messages``, with the messages of the cost model: p - 1 per rank in an all-gather. For
+messages of 16 KB this is 2.7 % more than the bytes of the tensors, for 256 KB 0.2 %.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ __all__ = [
     "synchronize",
 ]
 
-#: IPv4 and TCP with the timestamp option, on every packet of ``lo``.
+#: Bytes of the headers of every packet: IPv4, and TCP with the timestamp option.
 HEADER_BYTES = 20 + 32
 #: Bytes that OneFlow sends for itself with every message between two ranks.
 MESSAGE_BYTES = 448
-#: Bytes of one barrier per rank: the error of any count.
+#: Absolute error of a count [bytes per rank]: the bytes of one barrier.
 NOISE_BYTES = 400
-#: Relative error of a count beyond that.
+#: Relative error of a count, in addition to the absolute error.
 BYTES_TOLERANCE = 0.03
-# Number of empty sections that are measured.
+# Number of empty sections whose median is the baseline.
 _NUM_BASELINES = 9
 
 
@@ -61,9 +61,9 @@ class Traffic:
     """Traffic of all ranks of a job together.
 
     Attributes:
-        payload_bytes: bytes without headers.
-        num_packets: number of packets.
-        num_resent: number of TCP segments that were retransmitted.
+        payload_bytes: Bytes without headers.
+        num_packets: Number of packets.
+        num_resent: Number of TCP segments that were retransmitted.
     """
 
     payload_bytes: int
@@ -79,10 +79,10 @@ class Traffic:
 
 
 def synchronize() -> None:
-    """Wait until all pending operations of all ranks of the job are done; every rank has to call it.
+    """Wait until all pending operations of all ranks of the job have finished. Every rank must call it.
 
-    If the other ranks do not join within ``ONEFLOW_TIMEOUT_SECONDS``, the process ends, with its stack in the log. (OneFlow's own
-    barrier gives up only after one to two times as long.)
+    If the other ranks do not join within ``ONEFLOW_TIMEOUT_SECONDS``, the process writes its stack to the log and ends. (OneFlow's
+    own barrier gives up after one to two times as long.)
     """
     eager = load_oneflow()._oneflow_internal.eager
     eager.Sync()
@@ -96,15 +96,19 @@ def synchronize() -> None:
 
 
 def measure_baseline() -> Traffic:
-    """The traffic that `measure` counts for an empty section; every rank of the job has to call it."""
+    """Return the traffic that `measure` counts for an empty section. Every rank of the job must call it."""
     return _median([measure(lambda: None, Traffic(0, 0, 0))[1] for _ in range(_NUM_BASELINES)])
 
 
 def measure(section: Callable[[], Any], baseline: Traffic) -> tuple[Any, Traffic]:
-    """Run ``section`` and count what all ranks of the job send meanwhile; every rank has to call it, on a private network.
+    """Run ``section``, and count the bytes that all ranks of the job send meanwhile. Every rank must call it, on a private network.
+
+    Args:
+        section: The function to run.
+        baseline: Result of `measure_baseline`, which is subtracted.
 
     Returns:
-        The result of ``section``, and the traffic less ``baseline`` (see `measure_baseline`); the same on every rank.
+        The result of ``section``, and the traffic, which is the same on every rank.
     """
     before = _quiet_traffic()
     synchronize()
@@ -115,10 +119,10 @@ def measure(section: Callable[[], Any], baseline: Traffic) -> tuple[Any, Traffic
 
 
 class Meter:
-    """Counts consecutive sections, at half the cost of `measure`: one reading ends a section and begins the next.
+    """Counts the traffic of consecutive sections at half the cost of `measure`: one reading ends a section and begins the next.
 
-    Every rank of the job creates one and calls it with the same sections, on a private network. Traffic between two sections
-    counts for the second one.
+    Every rank of the job must create a meter and call it with the same sections, on a private network. Traffic between two sections
+    counts for the second section.
     """
 
     def __init__(self) -> None:
@@ -127,7 +131,7 @@ class Meter:
         self._baseline = _median([self(lambda: None)[1] for _ in range(_NUM_BASELINES)])
 
     def __call__(self, section: Callable[[], Any]) -> tuple[Any, Traffic]:
-        """The result of ``section``, and what all ranks of the job sent meanwhile; the same on every rank."""
+        """Run ``section``. Return its result and the traffic of all ranks of the job, which is the same on every rank."""
         synchronize()
         result = section()
         traffic = _quiet_traffic()
@@ -140,9 +144,9 @@ def _median(traffic: Sequence[Traffic]) -> Traffic:
 
 
 def _quiet_traffic(quiet_s: float = 0.01) -> Traffic:
-    """All traffic so far, after a barrier and after a time without payload: a barrier's last messages are late.
+    """Return all traffic so far, after a barrier and then ``quiet_s`` seconds without payload.
 
-    Acknowledgements arrive up to 40 ms later; they are not counted.
+    A barrier's last messages are late. Acknowledgements arrive up to 40 ms later; they have no payload.
     """
     synchronize()
     traffic = _traffic()
