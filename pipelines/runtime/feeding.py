@@ -24,6 +24,10 @@ def feeds_of(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, in
 
     Raises:
         UserError: ``given`` names a layer that is not an input layer, or an input layer has no default.
+
+    >>> from autoddl.zoo import resolve_model
+    >>> feeds_of(resolve_model("mlp:8,8,4"), {})
+    {'fc1': 0}
     """
     readers = graph.data_readers
     for name in given:
