@@ -49,14 +49,6 @@ def strategies_of(layer, summa=False):
     return st.sampled_from([some for some in choices if some]).flatmap(st.sampled_from)
 
 
-def weight_indices(layer, strategy):
-    """Indices of the weight of a linear layer, or of the table of an embedding."""
-    layout, attributes = layout_of(layer, strategy), layer.attributes
-    if layer.kind == "embedding":
-        return table_indices(attributes["vocabulary"], attributes["features"], layout)
-    return matrix_indices(attributes["out_features"], attributes["in_features"], layout)
-
-
 WIDE = mlp((48, 96)).layers[0]
 
 
