@@ -212,7 +212,10 @@ def test_an_interrupted_pipeline_is_printed(record_property, name):
     ended = interrupted(PLANNERS[name], arguments)
     assert ended.code == 130, ended
     one_line(ended)
-    assert ended.out.startswith(f"{name} plan ") and "  interrupted: the best of the plans that were simulated" in ended.out
+    assert (
+        ended.out.startswith(f"{name} plan ")
+        and "  interrupted: the best of the plans that were simulated" in ended.out
+    )
     record_property("seconds", ended.seconds)
 
 
