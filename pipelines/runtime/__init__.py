@@ -25,6 +25,6 @@ Models:
 - `train_steps`: a training step of a plan without a pipeline, and the optimizers that plans name.
 
 `load` imports OneFlow with its CUDA libraries, and checks whether it is available (`availability`). `memory_files` has files in
-memory. `statements`, `feeding`, `samples` and `model_constants` need no OneFlow. Most of the other modules of this folder import it.
-This file imports nothing, so that processes without OneFlow never load it.
+memory. `statements`, `feeding`, `samples` and `model_constants` need no OneFlow. Most of the other modules of this folder import
+it. This file imports nothing, so that processes without OneFlow never load it.
 """

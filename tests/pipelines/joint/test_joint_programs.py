@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.bottleneck_bound import bottleneck_bound
 from autoddl.pipelines.joint.cut_graph import Bound, CutGraph, UnitRuns
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
 from autoddl.pipelines.joint.explorer import Explorer
-from autoddl.pipelines.joint.levels import bottleneck_bound
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.relaxation import Relaxation
 from autoddl.pipelines.joint.setting_search import SettingSearch
