@@ -328,6 +328,6 @@ def test_refusals(ranks):
         "2 stages have plans, schedule 1f1b has 4 stages",
         "micro_batch_rows is 3, which does not divide into the 2 rank(s) of worker 0; give a multiple of 2",
         "LAMB needs norms of whole weights, but each rank of a planned stage holds only a part; give SGD, Adam or AdamW",
-        "the plan was made for another model: its fc4.weight has shape (24, 48), the model's (48, 48)",
+        "the plan was made for another model: parameter fc4.weight has shape (24, 48) in the plan, and (48, 48) in the model",
     ]
     assert ranks(4).run(f"{JOBS}:refusals", cases, timeout_s=TIMEOUT_S) == [wanted] * 4
