@@ -14,10 +14,11 @@ Every plan's document has the same members; a plan without a pipeline has one st
 claim                  content
 =====================  =============================================================================================================
 search                 space (in words), settings, ruled_out_by_memory, ruled_out_by_bound, stage_searches
-                       (:class:`.result.Considered`); null if the plan was edited
+                       (:class:`autoddl.pipelines.joint.result.Considered`); null if the plan was edited
 candidates             for each setting micro_batch, recompute, outcome, lower_bound_s and cost_s; empty if pipelines were searched
 rivals                 for each family its name, and either infeasible, or how, its figures, lower_bound_s and paper_step_s
-                       (:class:`.result.Rival`); for a baseline also mesh, micro_batch and recompute, which determine its figures
+                       (:class:`autoddl.pipelines.joint.result.Rival`); for a baseline also mesh, micro_batch and recompute, which
+                       determine its figures
 trust                  :func:`.trusting.trust_document`; null if the cluster is not calibrated
 =====================  =============================================================================================================
 

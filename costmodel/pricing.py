@@ -138,7 +138,7 @@ class PriceBook:
         self._prices: dict[object, _Prices] = {}
         self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
         self._working: dict[int, list[int]] = twin._working if twin else {}  # valid micro-batches of each batch
-        # These prices do not depend on ties or recomputation: all books that are `like` each other share them.
+        # These prices do not depend on ties or recomputation: books that share prices (`share_with`) have them in common.
         self._moves: LayoutPrices = share_with._moves if share_with else LayoutPrices(cluster)
         self._layer_prices: dict[object, _Prices] = share_with._layer_prices if share_with else {}
 
@@ -295,7 +295,7 @@ class PriceBook:
 
     @cached_property
     def _slices(self) -> tuple[tuple[int, ...], ...]:
-        """For every different option set, the distinct p0 of its options; offers with p0 = 1 divide everything and are left out."""
+        """The distinct p0 of the options of each different option set, without those that include 1, which divides every number."""
         found = {id(variable.option_set): variable.option_set for variable in self.variables}
         slices = {tuple(np.unique(option_set.p0).tolist()) for option_set in found.values()}
         return tuple(sorted(numbers for numbers in slices if numbers[0] > 1))

@@ -86,7 +86,7 @@ def test_the_note_of_a_large_model_at_the_command(capsys):
 
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_what_a_glance_finds_is_a_plan_of_the_family(data):
+def test_what_the_trials_find_is_a_plan_of_the_family(data):
     """It fits, is faster than what was known, costs what an evaluation from the layer graph says, follows one Megatron mesh."""
     widths = data.draw(st.lists(st.sampled_from((8, 24, 48, 509)), min_size=3, max_size=6))
     cluster = load_cluster("gcp-a100").resized(*data.draw(st.sampled_from(((1, 2), (1, 4), (2, 2), (4, 1)))))
@@ -136,7 +136,7 @@ def test_nothing_is_said_where_there_is_nothing_to_say(cluster, options):
     assert plan_alone(UNTIED, cluster, asked).notes == ()
 
 
-def test_an_interrupted_glance_leaves_the_plan_as_it_is():
+def test_interrupted_trials_leave_the_plan_as_it_is():
     plain, counter = make_plan(UNTIED, SLOW, ASKED), StopAfter(10**9)
     make_plan(UNTIED, SLOW, ASKED, stop=counter)
     asks, stops = 10**9 - counter.left, []
@@ -149,7 +149,7 @@ def test_an_interrupted_glance_leaves_the_plan_as_it_is():
     assert len(stops) > 3, "some fired while pipelines were looked at"
 
 
-def test_a_stop_before_leaves_the_glance_out(monkeypatch):
+def test_a_stop_before_leaves_the_trials_out(monkeypatch):
     monkeypatch.setattr(
         "autoddl.pipelines.joint.megatron_trials.evaluate", lambda *_: pytest.fail("a pipeline was worked out")
     )
