@@ -7,8 +7,8 @@
 =====================  =============================================================================================================
 member                 checks
 =====================  =============================================================================================================
-options, workload      The options result in the workload, method, objective, memory limit and hash of the plan.  Without a
-                       pipeline, the plan's strategies are in the search space of the options.
+options, workload      The options result in the workload, method, objective, executor, memory limit and hash of the plan.
+                       Without a pipeline, the plan's strategies are in the search space of the options.
 status, optimal, gap   The plan is optimal if and only if its status says so; its lower bound then equals its cost.  The gap
                        follows from the cost and the lower bound.
 lower_bound_s          It is at most the cost.  Without a pipeline, it is the smallest lower bound of all candidates.
@@ -24,7 +24,8 @@ rivals                 The parts of a step add up to the step.  The lower bound 
 trust                  It is present if and only if the cluster is calibrated.  Its date, its number of draws and its notes are
                        those of the calibration.  The probabilities add up to 1.
 notes                  They are those of the graph and of the trust.  For a search for the step without pipelines, one more note
-                       may follow: that a pipeline is faster.
+                       may follow: that a pipeline is faster.  For another executor than the default, one more note follows: what
+                       this executor costs.
 memory_limit_bytes     It is that of the options, or the default part of the device's memory; the plan needs at most this memory.
 =====================  =============================================================================================================
 
@@ -32,22 +33,23 @@ memory_limit_bytes     It is that of the options, or the default part of the dev
 the seconds and evaluations of the search; the lower bounds of single candidates, as long as they are at most the costs; the
 reason why a rival is infeasible; the figures of rivals other than baselines, as long as their sums are right; the probabilities
 of the trust, as long as they add up to 1; the description of the search space; for plans with a pipeline the lower bound, the
-counts of the search, and the notes; for plans without one, how much faster a pipeline is.  `autoddl plan` proves the bound again.
+counts of the search, and the notes; for plans without one, how much faster a pipeline is, and what the executor costs.
+`autoddl plan` proves the bound again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from autoddl.calib.trust import SURE
 from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph_meshes import EAGER, families_of, family_of
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.pipelines.joint.evaluation import evaluate_unpipelined
@@ -57,11 +59,22 @@ from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.result import JointOptions, baseline_how
 from autoddl.search import METHODS, Status
 from autoddl.search.baselines import BASELINES, Baseline, baselines
+from autoddl.search.executorcost import executor_note_start
 from autoddl.search.options import USABLE_MEMORY, base_workload, micro_batches
 from autoddl.search.planner import Options
-from autoddl.search.sweep import NOT_BETTER, NOT_FITTING
+from autoddl.search.sweep import NOT_BETTER, NOT_FITTING, is_offered
 
-from .plandocument import EDITED, MEMBERS, RIVAL_FIGURES, SEAL, hashes_of, method_of, unclaimed_document
+from .plandocument import (
+    EDITED,
+    MEMBERS,
+    OPTIONAL,
+    RIVAL_FIGURES,
+    SEAL,
+    executor_of,
+    hashes_of,
+    method_of,
+    unclaimed_document,
+)
 from .trusting import trust_notes
 
 if TYPE_CHECKING:
@@ -114,7 +127,8 @@ def check_facts(fields: Fields, facts: Mapping[str, Any], first: str | None = No
     if unknown is not None:
         raise UserError(f"{fields.where}: unknown field {show_json(unknown)}; known ones are {', '.join(MEMBERS)}")
     for name in MEMBERS:
-        fields.get(name)
+        if name not in OPTIONAL:
+            fields.get(name)
     for name in sorted(facts, key=lambda name: name != first):
         _compare(fields.where, name, fields.get(name), facts[name], facts["step_s"])
 
@@ -259,6 +273,10 @@ class _Claims:
             raise self.fault("pipeline is null, but the plan has a pipeline, or allow_stale is true", options.where)
         self.check_field("method", method_of(joint_options))
         self.check_field("objective", self.objective, options)
+        if self.options.executor != plan.executor:
+            raise self.fault(
+                f"executor is {self.options.executor!r}, but the plan's is {plan.executor!r}", options.where
+            )
         if joint_options.pipeline is None and stages[0].recompute == "stage":
             raise self.fault("stages: recompute is 'stage', which requires a plan with a pipeline")
         for stage in stages:
@@ -321,18 +339,18 @@ class _Claims:
         """Check the size of the search space, that every setting is a candidate once, and the lower bound of all candidates."""
         plan, options = self.plan, self.options
         # Search space.
-        book = PriceBook(plan.graph, plan.cluster, plan.workload, options.untied, options.summa)
-        _check_in_space(self, book)
-        num_options = [int(np.sum(plan.workload.micro_batch % v.option_set.p0 == 0)) for v in book.variables]
-        self.check_field("space_size", math.prod(num_options))
+        books = _books_of_families(plan, options)
+        own = family_of(options.executor, plan.strategies.values(), plan.cluster.num_devices)
+        if own in books:
+            _check_in_space(self, books[own])
+        self.check_field("space_size", sum(book.space_size(plan.workload.micro_batch) for book in books.values()))
         # Settings of the search: micro-batches that every option set has an option for, with and without recomputation.
-        option_sets = list({id(v.option_set): v.option_set for v in book.variables}.values())
         whole_workload = base_workload(plan.cluster, options, False)
         missing = {
             (size, recompute)
             for recompute in ((False, True) if options.recompute is None else (options.recompute,))
             for size in micro_batches(whole_workload, options)
-            if all(np.any(size % option_set.p0 == 0) for option_set in option_sets)
+            if any(book.space_size(size) for book in books.values())
         }
         # Each setting is a candidate.
         chosen, lower_bound = (plan.workload.micro_batch, plan.workload.recompute), math.inf
@@ -410,7 +428,7 @@ class _Claims:
             _compare(entry.where, figure, entry.get(figure), getattr(evaluation, figure), evaluation.step_s)
         for figure, value in (("how", baseline_how(mesh, workload)), ("lower_bound_s", None), ("paper_step_s", None)):
             self.check_field(figure, value, entry)
-        is_in_space = name != "summa" or self.options.summa
+        is_in_space = is_offered(name, member.strategies, self.plan.graph, self.options)
         if is_in_space and evaluation.cost(self.objective) < self.lower_bound * (1 - _TOLERANCE):
             raise self.fault(f"its cost is below the plan's lower_bound_s {self.lower_bound!r}", entry.where)
 
@@ -456,7 +474,10 @@ class _Claims:
         if list(notes[: len(expected)]) != expected:
             raise self.fault(f"notes are {show_json(list(notes))}, should begin with {show_json(expected)}")
         more = notes[len(expected) :]
-        if self.joint_options.pipeline is None and more and not (len(more) == 1 and self._is_pipeline_note(more[0])):
+        if self.plan.executor != EAGER:
+            if len(more) != 1 or not more[0].startswith(executor_note_start(self.plan.executor)):
+                raise self.fault(f"notes are {show_json(list(notes))}, should end with what its executor costs")
+        elif self.joint_options.pipeline is None and more and not (len(more) == 1 and self._is_pipeline_note(more[0])):
             raise self.fault(f"notes contain {show_json(more[0])}, which is neither of its graph nor of its trust")
 
     def _is_pipeline_note(self, note: str) -> bool:
@@ -495,6 +516,17 @@ class _Claims:
         measurement.finish()
 
 
+def _books_of_families(plan: PlanFile, options: Options) -> dict[str, PriceBook]:
+    """The price book of every family of meshes in which every layer has a strategy; an eager executor has a single family."""
+    books = {}
+    for executor in families_of(options.executor, plan.cluster.num_devices):
+        with contextlib.suppress(UserError):
+            books[executor] = PriceBook(
+                plan.graph, plan.cluster, plan.workload, options.untied, options.summa, executor=executor
+            )
+    return books
+
+
 def _check_in_space(claims: _Claims, book: PriceBook) -> None:
     """Check that the search space of the options contains the plan's strategies."""
     strategies = claims.plan.strategies
@@ -527,6 +559,9 @@ def _read_options(fields: Fields) -> JointOptions:
     values: dict[str, Any] = {}
     for option in dataclass_fields(Options):
         if option.name == "quiet":
+            continue
+        if option.name == "executor":
+            values["executor"] = executor_of(fields)
             continue
         kind, _, may_be_null = str(option.type).partition(" | ")
         is_null = may_be_null == "None" and fields.get(option.name) is None

@@ -189,6 +189,7 @@ def _options(view: PlanView) -> dict[str, str]:
         "recomputation": view.recomputation,
         "objective": view.objective,
         "method": view.method,
+        "executor": view.plan.executor,
         "memory limit": format_bytes(view.memory_limit_bytes),
         "plans to choose from": format_count(size) if size else "not counted",
         "certificate": view.verdict,

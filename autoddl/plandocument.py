@@ -3,7 +3,8 @@
 Every plan's document has the same members; a plan without a pipeline has one stage.  There are three kinds of members:
 
 - **Inputs**: ``graph``, ``cluster``, ``links``, ``workload``, ``options`` and ``schedule``; the names and strategies in ``layers``;
-  the meshes in ``workers``; the layers, the recomputation and the entry strategy in ``stages``.
+  the meshes in ``workers``; the layers, the recomputation and the entry strategy in ``stages``; ``executor``, which is absent (here
+  and in ``options``) if it is ``eager``, as in plans that were written before there was another one.
 - **Facts**, which follow from the inputs: all other figures in ``layers``, ``workers`` and ``stages`` (:mod:`.stagedocument`),
   ``boundaries``, ``timeline``, the totals, the levels, and the hashes of graph, cluster and options.  :func:`facts_of` computes
   all but the hash of the options, to write a document and again to check a document that is read.
@@ -35,8 +36,10 @@ from typing import Any
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster, Level, Link
-from autoddl.costmodel.documents import canonical_hash
+from autoddl.costmodel.documents import Fields, canonical_hash, show_json
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.result import JointOptions, PlanResult, Rival
 from autoddl.search.planner import Candidate
@@ -49,9 +52,11 @@ __all__ = [
     "FORMAT",
     "MEMBERS",
     "NOT_CLAIMED",
+    "OPTIONAL",
     "RIVAL_FIGURES",
     "SEAL",
     "VERSION",
+    "executor_of",
     "facts_of",
     "hashes_of",
     "links_fields",
@@ -75,9 +80,12 @@ BY_HAND = "by hand"
 MEMBERS = (
     "format", "version", "content_hash", "model", "method", "objective", "status", "optimal", "communication_s", "compute_s",
     "step_s", "lower_bound_s", "gap", "search_s", "space_size", "evaluations", "memory_bytes", "memory_limit_bytes",
-    "sent_bytes", "workload", "options", "levels", "schedule", "workers", "stages", "boundaries", "timeline", "layers", "rivals",
-    "search", "candidates", "trust", "notes", "graph_hash", "cluster_hash", "options_hash", "graph", "cluster", "links", "hashes",
+    "sent_bytes", "workload", "executor", "options", "levels", "schedule", "workers", "stages", "boundaries", "timeline",
+    "layers", "rivals", "search", "candidates", "trust", "notes", "graph_hash", "cluster_hash", "options_hash", "graph",
+    "cluster", "links", "hashes",
 )  # fmt: skip
+#: The members that a document may lack.
+OPTIONAL = ("executor",)
 #: The members that hold the hashes of the others.
 SEAL = ("hashes", "content_hash")
 #: The figures of a rival that follow from the rival's plan.
@@ -105,7 +113,7 @@ def hashes_of(document: Mapping[str, Any]) -> dict[str, str]:
 # ---- Facts ---------------------------------------------------------------------------------------------------------------------
 
 
-def facts_of(graph: LayerGraph, evaluation: Evaluation) -> dict[str, Any]:
+def facts_of(graph: LayerGraph, evaluation: Evaluation, executor: str = EAGER) -> dict[str, Any]:
     """Return the inputs and facts of a plan's document (see the module's docstring), except its options."""
     cluster = evaluation.cluster
     return {
@@ -114,6 +122,7 @@ def facts_of(graph: LayerGraph, evaluation: Evaluation) -> dict[str, Any]:
         "model": graph.name,
         **{name: getattr(evaluation, name) for name in _TOTALS},
         "workload": evaluation.configuration.workload.document(),
+        **({} if executor == EAGER else {"executor": executor}),
         "levels": _level_fields(cluster.levels),
         **stage_facts(evaluation),
         "layers": [
@@ -208,7 +217,7 @@ def plan_document(result: PlanResult, trusted: PlanTrust | None = None) -> dict[
         "trust": trust_document(trusted),
         "notes": [*result.graph.notes, *(trusted.notes if trusted else ()), *result.notes],
     }
-    return sealed({**facts_of(result.graph, result.evaluation), **claims})
+    return sealed({**facts_of(result.graph, result.evaluation, result.options.base.executor), **claims})
 
 
 def unclaimed_document(facts: Mapping[str, Any], objective: str, memory_limit_bytes: float) -> dict[str, Any]:
@@ -242,10 +251,26 @@ def method_of(options: JointOptions) -> str:
 
 
 def option_fields(options: JointOptions) -> dict[str, Any]:
-    """The member ``options``: all options of the user but ``quiet``, which does not change the plan."""
+    """The member ``options``: all options of the user but ``quiet``, which does not change the plan, and ``executor`` if eager."""
     fields = {**asdict(options.base), "pipeline": options.pipeline, "allow_stale": options.allow_stale}
     del fields["quiet"]
+    if fields["executor"] == EAGER:
+        del fields["executor"]
     return fields
+
+
+def executor_of(fields: Fields) -> str:
+    """Read the executor of a plan's document or of its options.
+
+    Raises:
+        UserError: there is no such executor.
+    """
+    if "executor" not in fields:
+        return EAGER
+    executor = fields.text("executor")
+    if executor not in EXECUTORS:
+        raise UserError(f"{fields.where}: executor is {show_json(executor)}, should be one of {', '.join(EXECUTORS)}")
+    return executor
 
 
 def _candidate_fields(candidate: Candidate) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from autoddl.costmodel.cluster import from_document as cluster_from_document
 from autoddl.costmodel.documents import Fields, load_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
+from autoddl.costmodel.graph_meshes import EAGER, NO_PIPELINE, why_not_executable
 from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -31,6 +32,7 @@ from .plandocument import (
     EDITED,
     FORMAT,
     VERSION,
+    executor_of,
     facts_of,
     links_fields,
     plan_document,
@@ -81,6 +83,11 @@ class PlanFile:
     def has_pipeline(self) -> bool:
         """Whether the plan has more than one stage."""
         return self.evaluation.has_pipeline
+
+    @property
+    def executor(self) -> str:
+        """What executes the plan, one of ``autoddl.costmodel.graph_meshes.EXECUTORS``."""
+        return str(self.document.get("executor", EAGER))
 
     @property
     def is_claimed(self) -> bool:
@@ -177,7 +184,7 @@ def _checked(fields: Fields, where: str) -> PlanFile:
     changed = edited_member(fields)
     try:
         plan = _inputs(fields, where)
-        facts = facts_of(plan.graph, plan.evaluation)
+        facts = facts_of(plan.graph, plan.evaluation, plan.executor)
         check_facts(fields, facts, changed)
         check_claims(plan, fields, facts)
     except UserError as error:
@@ -200,7 +207,7 @@ def _unclaimed(fields: Fields, where: str) -> PlanFile:
         raise UserError(f"{where}: objective is {objective!r}, should be one of {', '.join(OBJECTIVES)}")
     if needed > limit:
         raise UserError(f"{where}: memory_limit_bytes is {limit:g}, its strategies need {needed:g}")
-    facts = facts_of(plan.graph, plan.evaluation)
+    facts = facts_of(plan.graph, plan.evaluation, plan.executor)
     return replace(plan, document=unclaimed_document(facts, objective, limit))
 
 
@@ -211,9 +218,10 @@ def _inputs(fields: Fields, where: str) -> PlanFile:
     if "links" in fields:
         cluster = _with_links(cluster, fields)
     workload = Workload.from_fields(fields.object("workload"))
-    if workload.precision not in cluster.device.peak_flops:
-        known = ", ".join(cluster.device.peak_flops)
-        raise UserError(f"{where}: workload: precision is {workload.precision!r}, its cluster's devices have {known}")
+    try:
+        cluster.device.peak(workload.precision)
+    except UserError as error:
+        raise UserError(f"{where}: workload: {error}") from None
     strategies = _strategies(fields, graph, where)
     chain = chain_of(graph)
     configuration = read_configuration(fields, chain, cluster, workload, strategies)
@@ -221,7 +229,14 @@ def _inputs(fields: Fields, where: str) -> PlanFile:
         evaluation = evaluate(chain, cluster, configuration)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    return PlanFile(graph, cluster, workload, strategies, fields.value, evaluation)
+    plan = PlanFile(graph, cluster, workload, strategies, fields.value, evaluation)
+    executor = executor_of(fields)
+    refused = why_not_executable(executor, graph, strategies)
+    if refused:
+        raise UserError(f"{where}: layers: {refused}")
+    if executor != EAGER and plan.has_pipeline:
+        raise UserError(f"{where}: executor is {executor!r}, but the plan has a pipeline: {NO_PIPELINE}")
+    return plan
 
 
 def _with_links(cluster: Cluster, fields: Fields) -> Cluster:

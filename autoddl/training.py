@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autoddl.costmodel.devices import chosen_device
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.pipeline.problems import (
@@ -261,6 +262,7 @@ def plan_trainer(
     *,
     num_steps: int | None = None,
     feeds: Mapping[str, int | None] | None = None,
+    device: str | None = None,
     **options: Any,
 ) -> PipelineTrainer:
     """Return the trainer of a plan; called on every rank of a job with as many ranks as the plan has.
@@ -276,12 +278,15 @@ def plan_trainer(
         num_steps: Weight updates in one run of an asynchronous schedule; None: a default number. A run of a synchronous schedule
             is one weight update.
         feeds: Index of the model's input that each input layer reads; see :func:`autoddl.apply`.
+        device: Type of device; see :func:`autoddl.apply`.
         options: Further options of the `PipelineTrainer`.
 
     Raises:
         UserError: As for `PipelineTrainer`.
     """
+    from autoddl.pipelines.runtime.backend import backend_of
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 
     schedule = schedule_of_plan(plan, num_steps)
+    options["backend"] = backend_of(plan.workload.precision, chosen_device(plan.cluster.has_gpus, device))
     return PipelineTrainer(planned_model(module, plan, feeds), schedule, make_optimizer, batch, **options)

@@ -15,6 +15,7 @@ from autoddl.calib.stageusage import usage_of_all, usage_of_step
 from autoddl.calib.trust import RivalPlan, Trust, drawn_cluster, outside_notes, trust
 from autoddl.costmodel.calibration import Calibration
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.graph_meshes import family_of
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
@@ -89,11 +90,12 @@ def _best_for_draws(result: PlanResult, stop: Stop) -> Iterator[Mapping[str, Str
     """Yield the strategies of the best plans for some draws of the parameters; each plan differs from all previous ones."""
     options, workload = result.options.base, result.workload
     known = {tuple(result.strategies.items())}
+    executor = family_of(options.executor, result.strategies.values(), result.cluster.num_devices)
     for draw in _evenly_spaced(_num_draws(result.cluster), NUM_SEARCHED_DRAWS):
         if stop.is_requested:
             return
         cluster = drawn_cluster(result.cluster, draw)
-        book = PriceBook(result.graph, cluster, workload, options.untied, options.summa)
+        book = PriceBook(result.graph, cluster, workload, options.untied, options.summa, executor=executor)
         problem = book.problem(workload.batch, workload.micro_batch, options.objective)
         best = solve(problem.table, memory_limit=result.memory_limit_bytes, time_limit=MAX_SEARCH_S, stop=stop)
         if best.choice is None or not math.isfinite(best.cost):

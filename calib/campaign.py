@@ -1,40 +1,28 @@
 """Calibration runs: what to measure, on which ranks, into which file.
 
-``measure_locally`` starts ranks on this machine.  ``measure_in_job`` is called by every rank of a job that a cluster's launcher
-started.  Both continue an existing file.
+``measure_locally`` starts ranks on this machine, with a job for each number of ranks.  ``measure_in_job`` is called by every rank
+of a job that something else has started.  Both continue an existing file.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.errors import UserError
 
+from .devices import elementwise_on, shapes_on, sizes_on
 from .measurements import COLLECTIVES, Sample, SampleFile
+from .settings import TimedSetting, settings_of, work_settings
 
-__all__ = ["CampaignOptions", "is_in_job", "measure_in_job", "measure_locally"]
+__all__ = ["CampaignOptions", "counts_in", "measure_in_job", "measure_locally", "missing", "read_request", "request_of"]
 
-#: (m, k, n) of matrix products: square, thin and flat, from 0.1 ms to some 10 ms on one core.
-SHAPES = (
-    (16, 256, 256),
-    (16, 1024, 1024),
-    (16, 4096, 1024),
-    (64, 64, 512),
-    (64, 256, 1024),
-    (64, 1024, 4096),
-    (128, 512, 64),
-    (256, 256, 256),
-    (256, 1024, 256),
-    (256, 1024, 1024),
-    (512, 512, 2048),
-)
-ELEMENTWISE_BYTES = (1 << 14, 1 << 18, 1 << 21, 1 << 24)
 #: Stall timeout [s] of ranks; ranks of a busy machine may be later than the launcher's default allows.
 STALL_S = 60.0
 
@@ -49,6 +37,8 @@ class CampaignOptions:
         collectives: the collectives, out of :data:`COLLECTIVES`.
         shapes: (m, k, n) of the matrix products.
         elementwise: sizes in bytes of the element-wise operations.
+        precisions: precisions in whose compute types local work is measured.
+        device: the type of device to measure on.
         repetitions: number of repetitions of each setting.
         budget_s: time limit of the whole run, including the start of ranks; None for no limit.
         seed: of the order of settings.
@@ -56,10 +46,12 @@ class CampaignOptions:
     """
 
     ranks: tuple[int, ...] = (2, 4)
-    sizes: tuple[int, ...] = tuple(4**k for k in range(6, 13))
+    sizes: tuple[int, ...] = sizes_on(CPU)
     collectives: tuple[str, ...] = COLLECTIVES
-    shapes: tuple[tuple[int, int, int], ...] = SHAPES
-    elementwise: tuple[int, ...] = ELEMENTWISE_BYTES
+    shapes: tuple[tuple[int, int, int], ...] = shapes_on(CPU)
+    elementwise: tuple[int, ...] = elementwise_on(CPU)
+    precisions: tuple[str, ...] = ("float32",)
+    device: str = CPU
     repetitions: int = 100
     budget_s: float | None = None
     seed: int = 0
@@ -79,11 +71,6 @@ class CampaignOptions:
         unknown = sorted(set(self.collectives) - set(COLLECTIVES))
         if unknown:
             raise UserError(f"collective {unknown[0]!r} is not one of {', '.join(COLLECTIVES)}")
-
-
-def is_in_job() -> bool:
-    """Whether a launcher started this process as one rank of several."""
-    return int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in os.environ
 
 
 def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
@@ -122,7 +109,9 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
             with RankPool(num_ranks, private_network=is_private, stall_timeout_s=STALL_S) as pool:
                 if budget is not None:
                     budget = max(1.0, budget - (time.monotonic() - begun))
-                asked = measure.MeasureOptions(settings, options.repetitions, done, budget, seed=options.seed)
+                asked = measure.MeasureOptions(
+                    settings, options.repetitions, done, budget, options.device, seed=options.seed
+                )
 
                 def keep(rank: int, samples: list[Sample], bar: Any = bar) -> None:
                     file.append(samples)
@@ -138,57 +127,80 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
     return file.num_written - before
 
 
-def measure_in_job(options: CampaignOptions, path: str) -> int | None:
+def counts_in(samples: Sequence[Sample], options: CampaignOptions, num_ranks: int) -> tuple[float, ...]:
+    """The number of samples of each setting of a job of ``num_ranks`` ranks, of those that there are; disturbed ones count less."""
+    return _done(samples, _settings(options, num_ranks), num_ranks)
+
+
+def request_of(options: CampaignOptions, counts: Sequence[float] | None) -> str:
+    """What a rank is asked to measure, as JSON: the arguments of :func:`measure_in_job`."""
+    return json.dumps({"options": asdict(options), "counts": counts})
+
+
+def read_request(text: str) -> tuple[CampaignOptions, Sequence[float] | None]:
+    """Read a request of :func:`request_of`.
+
+    >>> asked = CampaignOptions(sizes=(4096, 65536), shapes=((2, 3, 4),))
+    >>> read_request(request_of(asked, None)) == (asked, None)
+    True
+    """
+    document = json.loads(text)
+    fields = {name: _tuples(value) for name, value in document["options"].items()}
+    return CampaignOptions(**fields), document["counts"]
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, also inside."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def measure_in_job(
+    options: CampaignOptions, counts: Sequence[float] | None, keep: Callable[[list[Sample]], None]
+) -> int:
     """Measure on the ranks of this job; every rank calls.
 
-    Returns:
-        The number of samples taken on rank 0; None on the other ranks.
+    Args:
+        options: what to measure, the same on all ranks.
+        counts: on rank 0, the number of existing samples of each setting (:func:`counts_in`); None: none exist.
+        keep: takes samples, on rank 0, as soon as they are measured.
 
-    Raises:
-        UserError: rank 0 cannot write a sample.
+    Returns:
+        The number of samples taken.
     """
     from autoddl.pipelines.runtime.load import load_oneflow
 
     from . import measure
+    from .hosts import exchange
 
-    flow = load_oneflow()
-    num_ranks, rank = flow.env.get_world_size(), flow.env.get_rank()
-    settings = tuple(_settings(options, num_ranks))
-    file = SampleFile(path) if rank == 0 else None
-    done = _done(file.samples, settings, num_ranks) if file else (0.0,) * len(settings)
-    # Rank 0 has the file, and sends the counts to all ranks.
-    done = tuple(map(float, measure.exchange(np.array(done))[0]))
-    asked = measure.MeasureOptions(settings, options.repetitions, done, options.budget_s, seed=options.seed)
-    if file is None:
-        measure.measure_job(asked)
-        return None
-    total = round(sum(max(0, options.repetitions - count) for count in done))
-    with progress(f"{num_ranks} ranks", total, options.quiet) as bar:
-
-        def keep(samples: list[Sample]) -> None:
-            file.append(samples)
-            bar.update(len(samples))
-
-        return measure.measure_job(asked, keep)[0]
+    settings = tuple(_settings(options, load_oneflow().env.get_world_size()))
+    # Rank 0 has the counts, and sends them to all ranks.
+    done = tuple(map(float, exchange(np.array(counts or [0.0] * len(settings), dtype=np.float64))[0]))
+    asked = measure.MeasureOptions(
+        settings, options.repetitions, done, options.budget_s, options.device, seed=options.seed
+    )
+    return measure.measure_job(asked, keep)[0]
 
 
-def _settings(options: CampaignOptions, num_ranks: int) -> list[Any]:
-    from . import measure
-
-    found = measure.settings_of(num_ranks, options.sizes, options.collectives)
-    return list(dict.fromkeys(found + measure.work_settings(options.shapes, options.elementwise)))
+def missing(samples: Sequence[Sample], options: CampaignOptions, num_ranks: int) -> int:
+    """The number of samples that a job of ``num_ranks`` ranks has yet to take."""
+    return round(sum(max(0.0, options.repetitions - count) for count in counts_in(samples, options, num_ranks)))
 
 
-def _done(samples: Sequence[Sample], settings: Sequence[Any], num_ranks: int) -> tuple[float, ...]:
+def _settings(options: CampaignOptions, num_ranks: int) -> list[TimedSetting]:
+    found = settings_of(num_ranks, options.sizes, options.collectives)
+    return list(dict.fromkeys(found + work_settings(options.shapes, options.elementwise, options.precisions)))
+
+
+def _done(samples: Sequence[Sample], settings: Sequence[TimedSetting], num_ranks: int) -> tuple[float, ...]:
     """The number of samples of each setting from jobs of ``num_ranks`` ranks; disturbed ones count less."""
     from .measure import DISTURBED, DISTURBED_COUNTS
 
     counts: dict[object, float] = {}
     for sample in samples:
         if sample.job_ranks == num_ranks:
-            key = (sample.collective, sample.ranks, sample.stride, sample.bytes, sample.shape)
+            key = (sample.collective, sample.ranks, sample.stride, sample.bytes, sample.shape, sample.type)
             counts[key] = counts.get(key, 0.0) + (1.0 if sample.foreign <= DISTURBED else DISTURBED_COUNTS)
-    keys = [(s.collective, s.ranks, s.stride, s.num_bytes, "x".join(map(str, s.shape))) for s in settings]
+    keys = [(s.collective, s.ranks, s.stride, s.num_bytes, "x".join(map(str, s.shape)), s.precision) for s in settings]
     return tuple(counts.get(key, 0.0) for key in keys)
 
 

@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.calibration import TRANSFER, Coverage, FormTried, Quality
-from autoddl.costmodel.cluster import LEVEL_NAMES, Cluster, from_document
+from autoddl.costmodel.cluster import LEVEL_NAMES, Cluster, Device, from_document
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import counted
 
-from .device import DeviceFit, fit_device
+from .device import DeviceFit, fit_device, work_term
 from .fit import HeldOut, LevelFit, fit_level, fit_parameters, points_of
-from .forms import FORMS, Form, Key
-from .measurements import Sample
+from .forms import FORMS, Form, Key, MeasuredPoint
+from .measurements import BOTH_LEVELS, Sample
+from .trust import peak_of_reference
 
-__all__ = ["Fit", "calibrated_document", "errors_of_cluster", "fit_samples", "quality_of"]
+__all__ = ["BothLevels", "Fit", "both_levels", "calibrated_document", "errors_of_cluster", "fit_samples", "quality_of"]
 
 #: Ranges of message sizes [bytes] with separate errors: dominated by latency, typical of layers, and large.
 SIZE_RANGES = ((1, 2**16 - 1), (2**16, 2**24), (2**24 + 1, 2**63))
@@ -76,25 +78,58 @@ def calibrated_document(fit: Fit, base: Cluster, name: str) -> dict[str, Any]:
     document: dict[str, Any] = {key: value for key, value in base.document.items() if key != "calibration"}
     date = _date(fit.samples)
     document["name"] = name
-    document["description"] = f"{base.document['description']}; calibrated {date[:10]}"
+    document["description"] = _description(fit.samples, base, date)
     document["links"] = dict(document["links"])
-    nodes = 1 + any(level.level == "inter-node" for level in fit.levels)
-    sizes = [point.ranks_per_node for level in fit.levels for point in level.points]
-    document["num_nodes"] = max(nodes, 1)
-    document["devices_per_node"] = max(sizes)
+    rings = [point for level in fit.levels for point in level.points]
+    document["num_nodes"] = max(1 + any(level.level == "inter-node" for level in fit.levels), _num_nodes(fit.samples))
+    document["devices_per_node"] = max(point.ranks_per_node for point in rings)
     cores = {sample.cores for sample in fit.samples if sample.cores}
     document.pop("cores_per_node", None)
     if cores:
         document["cores_per_node"] = max(cores)
     for level in fit.levels:
         document["links"][level.level] = _link(level, f"measured {date[:10]}")
-    if fit.device is not None and "float32" in base.device.peak_flops:
+    if fit.device is not None and set(fit.device.rates) & set(base.device.peak_flops):
         document["device"] = _device(fit.device, base, f"measured {date[:10]}")
     else:
         fit = replace(fit, device=None)
-    document["calibration"] = _calibration(fit, date)
+    calibrated = from_document(document, name)
+    document["calibration"] = _calibration(fit, date, calibrated.device)
     from_document(document, name)
     return document
+
+
+def _description(samples: Sequence[Sample], base: Cluster, date: str) -> str:
+    """What was measured, of the largest job; of samples that do not say it, what the base is, if that can be."""
+    largest = max(samples, key=lambda sample: (sample.num_nodes, sample.job_ranks, bool(sample.network)))
+    where = measured_on(largest)
+    if not where:
+        return f"{base.document['description']}; calibrated {date[:10]}"
+    return f"{where}; calibrated {date[:10]}; what was not measured is that of {base.name}"
+
+
+def measured_on(sample: Sample) -> str:
+    """The hosts, devices and network of the job of a sample; empty if it was one host, and neither device nor network are known.
+
+    >>> job = Sample("all-reduce", "inter-node", 4, 4096, 0, 1e-3, job_ranks=8, ranks_per_node=2, device="CPU", network="eth0")
+    >>> measured_on(job)
+    '4 hosts x 2 CPU ranks over eth0'
+    >>> measured_on(replace(job, job_ranks=16, ranks_per_node=8, device="NVIDIA A100-SXM4-80GB", network="NCCL"))
+    '2 nodes x 8 NVIDIA A100-SXM4-80GB, NCCL'
+    """
+    nodes, size = sample.num_nodes, sample.ranks_per_node
+    if nodes == 1 and not (sample.device or sample.network):
+        return ""
+    if sample.device in ("", "CPU"):
+        over = f" over {sample.network}" if sample.network else ""
+        kind = f"{sample.device} rank".strip()
+        return f"{counted(nodes, 'host')} x {counted(size, kind)}{over}"
+    return f"{counted(nodes, 'node')} x {size} {sample.device}{f', {sample.network}' if sample.network else ''}"
+
+
+def _num_nodes(samples: Sequence[Sample]) -> int:
+    """The hosts of the largest job that measured the network between hosts, by samples that say what it is."""
+    return max((s.num_nodes for s in samples if s.level == "inter-node" and s.network), default=1)
 
 
 def _quantity(value: float, unit: str, factor: float, source: str, draws: np.ndarray | None = None) -> dict[str, Any]:
@@ -178,16 +213,29 @@ def _link(fit: LevelFit, source: str) -> dict[str, Any]:
 
 
 def _device(fit: DeviceFit, base: Cluster, source: str) -> dict[str, Any]:
+    """The device of the document.
+
+    A device has one efficiency.  It is that of the *anchor*, the device's default precision or else the first that was measured,
+    against the base's peak.  The peaks of other measured precisions become measured rate / efficiency, so that efficiency times
+    peak is what products reach in every precision.
+    """
     document = dict(base.document["device"])
     document["peak"] = dict(document["peak"])
-    rate = 1.0 / max(fit.parameters["work"], 1e-18)
-    peak = base.device.peak_flops["float32"]
-    if rate > peak:
-        peak = rate
-        document["peak"]["float32"] = _quantity(rate, "GFLOP/s", 1e9, f"{source}: what large products reach")
-    document["efficiency"] = _quantity(
-        min(1.0, rate / peak), "1", 1.0, source, np.minimum(1.0, 1.0 / np.maximum(fit.draws["work"], 1e-18) / peak)
-    )
+    anchor = _anchor(fit, base)
+    works = {rate: np.maximum(fit.draws[work_term(rate)], 1e-18) for rate in fit.rates}
+    reached = {rate: 1.0 / max(fit.parameters[work_term(rate)], 1e-18) for rate in fit.rates}
+    peak = base.device.peak_flops[anchor]
+    if reached[anchor] > peak:
+        peak = reached[anchor]
+        document["peak"][anchor] = _quantity(peak, "GFLOP/s", 1e9, f"{source}: what large products reach")
+    efficiency = min(1.0, reached[anchor] / peak)
+    document["efficiency"] = _quantity(efficiency, "1", 1.0, source, np.minimum(1.0, 1.0 / works[anchor] / peak))
+    for rate in fit.rates:
+        if rate != anchor:
+            text = f"{source}: large products reach {reached[rate] / 1e9:.6g} GFLOP/s, which is the efficiency times this peak"
+            document["peak"][rate] = _quantity(
+                reached[rate] / efficiency, "GFLOP/s", 1e9, text, 1.0 / works[rate] / efficiency
+            )
     document["launch"] = _quantity(fit.parameters["launch"], "us", 1e-6, source, fit.draws["launch"])
     memory = 1.0 / np.maximum(fit.draws["memory"], 1.0 / _FASTEST)
     document["memory_bandwidth"] = _quantity(
@@ -199,10 +247,16 @@ def _device(fit: DeviceFit, base: Cluster, source: str) -> dict[str, Any]:
     return document
 
 
+def _anchor(fit: DeviceFit, base: Cluster) -> str:
+    """The measured precision whose efficiency the document gives."""
+    known = [rate for rate in base.device.peak_flops if rate in fit.rates]
+    return known[0]
+
+
 # ---- The calibration field ------------------------------------------------------------------------------------------------
 
 
-def _calibration(fit: Fit, date: str) -> dict[str, Any]:
+def _calibration(fit: Fit, date: str, device: Device) -> dict[str, Any]:
     versions = sorted({sample.versions for sample in fit.samples if sample.versions})
     hosts = sorted({sample.host for sample in fit.samples if sample.host})
     cores = sorted({sample.cores for sample in fit.samples if sample.cores})
@@ -217,7 +271,7 @@ def _calibration(fit: Fit, date: str) -> dict[str, Any]:
         "covered": [_listed(asdict(covered)) for level in fit.levels for covered in _covered(level)],
         "quality": [asdict(quality) for level in fit.levels for quality in quality_of(level.level, level.held_out)],
         "forms": [asdict(tried) for level in fit.levels for tried in _forms(level)],
-        "replicates": [*_level_replicates(fit.levels), *_device_replicates(fit.device)],
+        "replicates": [*_level_replicates(fit.levels), *_device_replicates(fit.device, device)],
     }
 
 
@@ -267,9 +321,20 @@ def _level_replicates(levels: Sequence[LevelFit]) -> Iterable[dict[str, Any]]:
             yield _replicates(fit.level, key, values)
 
 
-def _device_replicates(fit: DeviceFit | None) -> Iterable[dict[str, Any]]:
-    for term, values in fit.draws.items() if fit else ():
-        yield _replicates("device", Key("", 0, term), values)
+def _device_replicates(fit: DeviceFit | None, device: Device) -> Iterable[dict[str, Any]]:
+    """The draws of the device.
+
+    Plans count FLOPs in the reference precision (:func:`autoddl.calib.trust.reference_peak`), so the draws of work are those of the
+    anchor, converted to it: the time of products in the default precision then has its own uncertainty.
+    """
+    if fit is None:
+        return
+    anchor = next(rate for rate in device.peak_flops if rate in fit.rates)
+    to_reference = device.peak_flops[anchor] / peak_of_reference(device)
+    yield _replicates("device", Key("", 0, "launch"), fit.draws["launch"])
+    yield _replicates("device", Key("", 0, "work"), fit.draws[work_term(anchor)] * to_reference)
+    for term in ("memory", "crowding"):
+        yield _replicates("device", Key("", 0, term), fit.draws[term])
 
 
 def _replicates(level: str, key: Key, values: np.ndarray) -> dict[str, Any]:
@@ -280,6 +345,53 @@ def _replicates(level: str, key: Key, values: np.ndarray) -> dict[str, Any]:
         "term": key.term,
         "values": [float(f"{value:.4g}") for value in values],
     }
+
+
+@dataclass(frozen=True)
+class BothLevels:
+    """A collective over all ranks of several hosts at once, against the same in steps of one level each, as plans run it.
+
+    Attributes:
+        point: the measured point of the single collective.
+        by_level_s: predicted seconds of the steps.
+    """
+
+    point: MeasuredPoint
+    by_level_s: float
+
+
+def both_levels(cluster: Cluster, samples: Sequence[Sample]) -> list[BothLevels]:
+    """Compare what was measured on both levels at once with the steps of a cluster, by `steps_by_level`."""
+    found = []
+    for point in points_of(samples, BOTH_LEVELS):
+        inside = point.ranks_per_node
+        steps = steps_by_level(Collective(point.collective), point.ranks // inside, inside, point.num_bytes)
+        resized = cluster.resized(None, inside)
+        found.append(BothLevels(point, sum(resized.links[level].time(step) for level, step in steps)))
+    return found
+
+
+def steps_by_level(collective: Collective, nodes: int, inside: int, nbytes: float) -> list[tuple[int, Step]]:
+    """The steps of a collective over ``inside`` devices of each of some nodes, with the index of the level of each.
+
+    A gather of n bytes runs between nodes first, on n / inside bytes, and then inside.  A scatter is its reverse.  An all-reduce
+    scatters inside, reduces between nodes, and gathers inside.  An all-to-all exchanges the whole tensor on each level.
+
+    >>> [(level, str(step.collective.value), step.nbytes) for level, step in steps_by_level(Collective.ALL_REDUCE, 2, 4, 1024.0)]
+    [(1, 'reduce-scatter', 1024.0), (0, 'all-reduce', 256.0), (1, 'all-gather', 1024.0)]
+    """
+
+    def step(level: int, own: Collective, size: float) -> tuple[int, Step]:
+        return level, Step(own, Axis(inside if level else nodes, 1 if level else inside), size)
+
+    part = nbytes / inside
+    if collective is Collective.ALL_REDUCE:
+        scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
+        return [step(1, scatter, nbytes), step(0, collective, part), step(1, gather, nbytes)]
+    if collective is Collective.ALL_TO_ALL:
+        return [step(0, collective, nbytes), step(1, collective, nbytes)]
+    gathers = [step(0, collective, part), step(1, collective, nbytes)]
+    return gathers if collective is Collective.ALL_GATHER else gathers[::-1]
 
 
 def errors_of_cluster(cluster: Cluster, samples: Sequence[Sample]) -> list[HeldOut]:

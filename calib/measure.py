@@ -2,14 +2,18 @@
 
 Every rank of a job calls :func:`measure_job` and makes the same calls in the same order.  One repetition is
 
-    wait for all ranks; t0; the operation; wait for this rank's pending operations; t1
+    wait for this rank's device; wait for all ranks; t0; the operation; wait for this rank's device; t1
 
-and its time is that of the slowest rank.  Small collectives run several times in a repetition, one after the other, and the mean
-counts, since waiting for all ranks would dominate the time of one.  Settings are visited in rounds, in *blocks* of a few
-repetitions, in a new random order in each round.  So drift (temperature, other users of the machine) spreads over all settings, and
-an interrupted run has samples of each.  Consecutive blocks form *stretches* of a quarter of a second, long enough to read from the
-system's clocks how much CPU time other processes used.  If that is more than a twentieth of the cores, a repetition is kept but
-counts as a third, so that the setting is visited again.
+and its time is that of the slowest rank (how ranks wait: :mod:`autoddl.pipelines.runtime.timing`).  Small collectives run several
+times in a repetition, one after the other, and the mean counts, since waiting for all ranks would dominate the time of one.  So
+does local work on GPUs, where a step launches kernels without waiting for each.
+
+Before the first round the largest product runs until its times settle, which brings the clocks of devices up; each operation also
+runs until its times settle before it is timed for the first time, and once before each later block.  Settings are visited in
+rounds, in *blocks* of a few repetitions, in a new random order in each round.  So drift (clocks, temperature, other users of the
+machine) spreads over all settings, and an interrupted run has samples of each.  Consecutive blocks form *stretches* of a quarter of
+a second, long enough to read from the system's clocks how much CPU time other processes used.  If that is more than a twentieth of
+the cores of CPU ranks, a repetition is kept but counts as a third, so that the setting is visited again.
 
 All groups along an axis communicate at the same time, as in a plan.  Tensors have the shapes of layers: features are gathered and
 scattered along the last dimension, gradients are reduced as vectors.
@@ -23,27 +27,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from math import prod
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.calibration import TRANSFER
+from autoddl.costmodel.devices import GPU
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.ranks.rank import report
+from autoddl.pipelines.runtime.timing import seconds_of, warm_up
 
+from .hosts import Hosts, cores_of_ranks, exchange, host_busy_s, hosts_of_job, processor
 from .measurements import Sample
-from .settings import ITEM_BYTES, TimedSetting, rows_and_features
+from .settings import TimedSetting
 
-__all__ = ["Hosts", "MeasureOptions", "SharedClock", "hosts_of_job", "measure_job", "settings_of"]
+__all__ = ["MeasureOptions", "SharedClock", "measure_job"]
 
 #: A repetition is disturbed if other processes use more than this fraction of the cores.
 DISTURBED = 0.05
 #: Weight of a disturbed repetition.
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
-#: Number of cores of a host that are distinguished.
-_MAX_CORES = 1024
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class MeasureOptions:
         repetitions: total of each setting; whole blocks are measured, so there may be a few more.
         done: number of existing repetitions of each setting; disturbed ones count less.
         budget_s: time limit; None for no limit.
+        device: the type of device to measure on.
         block: number of repetitions of a block.
         seed: of the order.
     """
@@ -63,88 +68,9 @@ class MeasureOptions:
     repetitions: int
     done: tuple[float, ...]
     budget_s: float | None
+    device: str
     block: int = 3
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of the ranks of a job.
-
-    Attributes:
-        numbers: number of each rank's host.
-        name: name of this rank's host.
-    """
-
-    numbers: tuple[int, ...]
-    name: str
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Largest number of ranks of a host."""
-        return max(self.numbers.count(number) for number in set(self.numbers))
-
-    def level(self, ranks: int, stride: int) -> str | None:
-        """The network level of the groups along an axis.
-
-        It is ``intra-node`` if every group is on one host, ``inter-node`` if its ranks are all on different hosts, else None.
-        """
-        size, found = len(self.numbers), set()
-        for first in range(size):
-            if first // stride % ranks == 0:
-                hosts = [self.numbers[first + k * stride] for k in range(ranks)]
-                found.add("intra-node" if len(set(hosts)) == 1 else "inter-node" if len(set(hosts)) == ranks else None)
-        return found.pop() if len(found) == 1 else None
-
-
-def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]) -> list[TimedSetting]:
-    """Every collective on every axis of a mesh of ``num_ranks`` ranks, and transfers along axes of size 2."""
-    axes = [
-        (ranks, stride)
-        for ranks in range(2, num_ranks + 1)
-        for stride in range(1, num_ranks + 1)
-        if num_ranks % (ranks * stride) == 0
-    ]
-    found = []
-    for size in sizes:
-        for collective in collectives:
-            if collective == TRANSFER:
-                found += [TimedSetting(collective, 2, stride, size) for ranks, stride in axes if ranks == 2]
-            else:
-                found += [TimedSetting(collective, ranks, stride, _rounded(size, ranks)) for ranks, stride in axes]
-    return found
-
-
-def work_settings(shapes: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[TimedSetting]:
-    """Settings of local work: matmuls of shapes (m, k, n), and element-wise operations on numbers of bytes."""
-    products = [TimedSetting("matmul", 1, 1, ITEM_BYTES * (m * k + k * n + m * n), (m, k, n)) for m, k, n in shapes]
-    return products + [TimedSetting("elementwise", 1, 1, size) for size in sizes]
-
-
-def _rounded(size: int, ranks: int) -> int:
-    """About ``size`` bytes, rounded to a tensor that divides over the ranks."""
-    rows, features = rows_and_features(size, ranks)
-    return ITEM_BYTES * rows * features
-
-
-# ---- On the ranks ------------------------------------------------------------------------------------------------------------
-
-
-def hosts_of_job() -> Hosts:
-    """The hosts of this job, from an exchange of host names; every rank calls."""
-    name = os.uname().nodename
-    digest = np.frombuffer(name.encode()[:64].ljust(64, b"\0"), dtype=np.int64)
-    rows = [row.tobytes() for row in exchange(digest)]
-    return Hosts(tuple(rows.index(row) for row in rows), name)
-
-
-def cores_of_ranks(hosts: Hosts) -> int:
-    """Number of cores that the ranks of this host share (the union of their CPU affinities); every rank calls."""
-    mask = np.zeros(_MAX_CORES, dtype=np.int64)
-    mask[[core for core in os.sched_getaffinity(0) if core < _MAX_CORES]] = 1
-    own = hosts.numbers[load_oneflow().env.get_rank()]
-    here = [number == own for number in hosts.numbers]
-    return max(1, int(exchange(mask)[here].any(axis=0).sum()))
 
 
 def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = report) -> tuple[int, bool]:
@@ -152,23 +78,29 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
 
     Returns:
         The number of samples taken, and whether the budget ended the job.
+
+    Raises:
+        UserError: OneFlow finds no GPU, and the device to measure is one.
     """
-    from .operations import operation
+    from autoddl.pipelines.runtime.backend import backend_of
 
     flow = load_oneflow()
-    clock = SharedClock(hosts_of_job(), options.budget_s)
+    backend_of("float32", options.device)  # raises if there is no such device
+    clock = SharedClock(hosts_of_job(options.device), options.budget_s, options.device)
     hosts, num_ranks = clock.hosts, flow.env.get_world_size()
+    operations = _Operations(clock, options.device)
     done = list(options.done)
     levels = [hosts.level(s.ranks, s.stride) if s.ranks > 1 else "device" for s in options.settings]
     numbers = [0] * len(levels)
     shuffler = random.Random(options.seed)
+    operations.raise_clocks([options.settings[i] for i in range(len(levels)) if done[i] < options.repetitions])
     while True:
         order = [i for i, level in enumerate(levels) if level is not None and done[i] < options.repetitions]
         shuffler.shuffle(order)
         if not order:
             return sum(numbers), False
         while order:
-            stretch = _stretch(clock, options, order, operation)
+            stretch = _stretch(clock, options, order, operations)
             del order[: len(stretch)]
             foreign, samples = clock.foreign, []
             for i, seconds in stretch:
@@ -184,29 +116,48 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
                 return sum(numbers), True
 
 
+class _Operations:
+    """The operations of settings on this rank; each warms up before it is given out for the first time."""
+
+    def __init__(self, clock: SharedClock, device: str):
+        self._clock, self._device = clock, device
+        self._warm: set[TimedSetting] = set()
+
+    def raise_clocks(self, settings: Sequence[TimedSetting]) -> None:
+        """Run the largest product until its times settle; every rank calls."""
+        products = [setting for setting in settings if setting.collective == "matmul"]
+        if products:
+            self.of(max(products, key=lambda setting: float(np.prod(setting.shape, dtype=float))))
+
+    def of(self, setting: TimedSetting) -> Callable[[], None]:
+        """A function that runs one repetition of a setting; every rank calls."""
+        from .operations import operation
+
+        run = partial(_repeat, operation(setting, self._device), setting.calls(self._device == GPU))
+        if setting not in self._warm:
+            self._warm.add(setting)
+            self._clock.warm_up(run)
+        return run
+
+
+def _repeat(run: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
 def _stretch(
-    clock: SharedClock,
-    options: MeasureOptions,
-    order: Sequence[int],
-    operation: Callable[[TimedSetting], Callable[[], Any]],
+    clock: SharedClock, options: MeasureOptions, order: Sequence[int], operations: _Operations
 ) -> list[tuple[int, np.ndarray]]:
     """Time the first settings of ``order``, for a quarter of a second; returns (setting, seconds of its repetitions)."""
     measured: list[tuple[int, np.ndarray]] = []
     clock.begin()
     for i in order:
         setting = options.settings[i]
-        measured.append((i, clock.time(_repeated(operation(setting), setting.calls), options.block) / setting.calls))
+        seconds = clock.time(operations.of(setting), options.block)
+        measured.append((i, seconds / setting.calls(options.device == GPU)))
         if clock.elapsed > _STRETCH_S or clock.is_over:
             break
     return measured
-
-
-def _repeated(run: Callable[[], Any], times: int) -> Callable[[], None]:
-    def several() -> None:
-        for _ in range(times):
-            run()
-
-    return several
 
 
 def _sample(
@@ -234,6 +185,9 @@ def _sample(
         shape="x".join(map(str, setting.shape)),
         foreign=round(foreign, 4),
         versions=clock.versions,
+        precision=setting.precision,
+        device=clock.hosts.device_name,
+        network=clock.hosts.network,
     )
 
 
@@ -243,19 +197,21 @@ class SharedClock:
     Args:
         hosts: the hosts of the ranks.
         budget_s: time limit; None for no limit.
+        device: the type of device that the ranks use.
 
     Attributes:
         hosts: the hosts of the ranks.
-        num_cores: number of cores that the ranks of this host share.
+        num_cores: number of cores that the ranks of this host share; 0 on GPUs, which ranks do not share.
         versions: of the software, as text.
         elapsed: seconds since the stretch began, on rank 0.
         is_over: whether the budget was used up, on rank 0.
     """
 
-    def __init__(self, hosts: Hosts, budget_s: float | None):
+    def __init__(self, hosts: Hosts, budget_s: float | None, device: str):
         flow = load_oneflow()
         self.hosts = hosts
-        self.num_cores = cores_of_ranks(hosts)
+        self.num_cores = 0 if device == GPU else cores_of_ranks(hosts)
+        self._device = device
         self.versions = f"oneflow {flow.__version__}; {os.uname().sysname} {os.uname().release}; {processor()}"
         self._budget_s = budget_s
         self._zero = time.monotonic()
@@ -270,17 +226,17 @@ class SharedClock:
         self.elapsed = 0.0
 
     def time(self, run: Callable[[], Any], repetitions: int) -> np.ndarray:
-        """Seconds of the slowest rank for each repetition, after one warm-up; every rank calls."""
-        eager = load_oneflow()._oneflow_internal.eager
-        times = np.empty(repetitions + 1)
-        for i in range(len(times)):
-            eager.Sync()
-            eager.ClusterSync()
-            start = time.perf_counter()
-            run()
-            eager.Sync()
-            times[i] = time.perf_counter() - start
-        return self.slowest(times[1:])
+        """Seconds of the slowest rank for each repetition, after one more that does not count; every rank calls."""
+        return self.slowest(self._seconds(run, repetitions + 1)[1:])
+
+    def warm_up(self, run: Callable[[], Any]) -> int:
+        """Repeat until the times of the slowest rank settle; returns the number of windows.  Every rank calls."""
+        return warm_up(lambda num: self.slowest(self._seconds(run, num)))
+
+    def _seconds(self, run: Callable[[], Any], repetitions: int) -> np.ndarray:
+        """Seconds of each repetition on this rank."""
+        join = load_oneflow()._oneflow_internal.eager.ClusterSync
+        return np.array([seconds_of(run, self._device, join) for _ in range(repetitions)])
 
     def slowest(self, times: np.ndarray) -> np.ndarray:
         """The element-wise maximum of ``times`` over all ranks; also updates ``elapsed`` and ``is_over``.  Every rank calls."""
@@ -292,7 +248,9 @@ class SharedClock:
 
     @property
     def foreign(self) -> float:
-        """The largest fraction of a host's cores that other processes used during the stretch."""
+        """The largest fraction of a host's cores that other processes used during the stretch; 0 on GPUs."""
+        if not self.num_cores:
+            return 0.0
         wall, own, busy = (self._last - self._start).T
         shares = []
         for number in set(self.hosts.numbers):
@@ -304,34 +262,3 @@ class SharedClock:
     def _readings(self) -> np.ndarray:
         """(seconds since the start, CPU seconds of this process, CPU seconds of the whole host)."""
         return np.array([time.monotonic() - self._zero, time.process_time(), host_busy_s()])
-
-
-def processor() -> str:
-    """The name of the processor; of the architecture if the system does not give it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2] for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return " ".join(names[0].split()) if names else os.uname().machine
-
-
-def host_busy_s() -> float:
-    """Total busy seconds of all cores of this host, including time stolen by a hypervisor; 0 if unknown."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            user, nice, system, _, _, interrupts, soft, stolen, *_ = map(int, file.readline().split()[1:])
-    except (OSError, ValueError):
-        return 0.0
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
-
-
-def exchange(values: np.ndarray) -> np.ndarray:
-    """The values of all ranks (8 bytes each), shape (ranks, values); every rank calls."""
-    flow = load_oneflow()
-    from autoddl.pipelines.runtime.comm.collectives import all_gather
-    from autoddl.pipelines.runtime.comm.mesh import RankAxis
-
-    num_ranks = flow.env.get_world_size()
-    row = flow.tensor(np.ascontiguousarray(values).reshape(1, prod(values.shape)))
-    return all_gather(row, RankAxis(num_ranks, 1, num_ranks), 0).numpy()

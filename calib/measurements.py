@@ -2,7 +2,8 @@
 
 Samples are appended to the file as they are taken, so that an interrupted run can continue.  The columns are the attributes of
 :class:`Sample`.  Only ``collective``, ``ranks``, ``bytes`` and ``seconds`` are required, so that CSV tables of other programs can
-be read.  The output of nccl-tests (:mod:`autoddl.calib.nccl`) can be read as well.
+be read.  Files of earlier versions, without the last columns, can be read and continued.  The output of nccl-tests
+(:mod:`autoddl.calib.nccl`) can be read as well.
 """
 
 from __future__ import annotations
@@ -25,16 +26,29 @@ from autoddl.costmodel.limits import (
     MAX_TENSOR,
     MIN_SECONDS,
 )
+from autoddl.costmodel.precision import PRECISIONS
 from autoddl.costmodel.reading import csv_rows, is_whole, parse_figure, read_bytes, read_text, shown_path
+from autoddl.costmodel.writing import write_atomically
 
 from .nccl import is_nccl_output, nccl_rows
 
-__all__ = ["COLLECTIVES", "DEVICE_WORK", "Sample", "SampleFile", "read_samples"]
+__all__ = [
+    "BOTH_LEVELS",
+    "COLLECTIVES",
+    "DEVICE_WORK",
+    "Sample",
+    "SampleFile",
+    "read_samples",
+    "sample_in_line",
+    "sample_line",
+]
 
 #: The operations that are timed between ranks, and on one rank.
 COLLECTIVES = (*(collective.value for collective in Collective), TRANSFER)
 DEVICE_WORK = ("matmul", "elementwise")
-LEVELS = ("intra-node", "inter-node", "device")
+#: Groups with several ranks on each of several hosts are on ``both`` levels: they are compared with predictions, and not fitted.
+BOTH_LEVELS = "both"
+LEVELS = ("intra-node", "inter-node", BOTH_LEVELS, "device")
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class Sample:
 
     Attributes:
         collective: all-reduce, all-gather, reduce-scatter, all-to-all or point-to-point; matmul or elementwise.
-        level: intra-node or inter-node; device for matmul and elementwise.
+        level: intra-node, inter-node or both; device for matmul and elementwise.
         ranks: size of the group that communicates; 1 for matmul and elementwise.
         bytes: n of :mod:`autoddl.costmodel.collectives`; the bytes that local work reads and writes.
         repetition: 0, 1, ...
@@ -56,6 +70,9 @@ class Sample:
         shape: m x k x n of a matmul.
         foreign: fraction of the cores' time that other processes used meanwhile.
         versions: of the software.
+        precision: precision in whose compute type a matmul or elementwise was done; empty: float32.
+        device: name of the device, or CPU for a rank on a CPU.
+        network: what the ranks communicated over: an interface, loopback or NCCL.
     """
 
     collective: str
@@ -73,6 +90,9 @@ class Sample:
     shape: str = ""
     foreign: float = 0.0
     versions: str = ""
+    precision: str = ""
+    device: str = ""
+    network: str = ""
 
     @property
     def setting(self) -> tuple[object, ...]:
@@ -86,7 +106,18 @@ class Sample:
             self.stride,
             self.bytes,
             self.shape,
+            self.type,
         )
+
+    @property
+    def type(self) -> str:
+        """The precision of local work; empty for what is exchanged."""
+        return (self.precision or "float32") if self.collective in DEVICE_WORK else ""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts of the job."""
+        return -(-self.job_ranks // self.ranks_per_node)
 
     @property
     def product(self) -> tuple[int, int, int]:
@@ -95,7 +126,11 @@ class Sample:
         return m, k, n
 
 
+#: The precisions of samples: those that users choose from, and those that stand in for them on CPU ranks.
+_PRECISIONS = {*PRECISIONS, *(precision.on_cpu().name for precision in PRECISIONS.values())}
 COLUMNS = tuple(f.name for f in fields(Sample))
+#: The columns of files of earlier versions.
+_EARLIER_COLUMNS = COLUMNS[: COLUMNS.index("precision")]
 _REQUIRED = ("collective", "ranks", "bytes", "seconds")
 
 
@@ -120,15 +155,17 @@ class SampleFile:
             data = read_bytes(path) if self.path.is_file() else b""
             size = data.rfind(b"\n") + 1
             whole = data[:size].decode("utf-8")
-            if whole and _header(whole) != list(COLUMNS):
+            if whole and _header(whole) not in (list(COLUMNS), list(_EARLIER_COLUMNS)):
                 raise UserError(
                     f"{path}: its first line should be the header of a file of samples ({', '.join(COLUMNS)}); name another file"
                 )
             self.samples = list(_read_csv(whole, shown_path(path))) if whole else []
-            if size < len(data):
+            if whole and _header(whole) != list(COLUMNS):
+                write_atomically(self.path, _HEADER + _rows(self.samples))
+            elif size < len(data):
                 os.truncate(self.path, size)
             if not whole:
-                self._append(",".join(COLUMNS) + "\n")
+                self._append(_HEADER)
         except (OSError, UnicodeDecodeError) as error:
             raise self._fault(error) from None
 
@@ -139,11 +176,8 @@ class SampleFile:
             UserError: the samples cannot be written, for example because the disk is full.
         """
         added = list(samples)
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerows([f"{v:.9g}" if isinstance(v, float) else v for v in astuple(sample)] for sample in added)
         try:
-            self._append(buffer.getvalue())
+            self._append(_rows(added))
         except OSError as error:
             raise self._fault(error) from None
         self.samples += added
@@ -162,6 +196,21 @@ class SampleFile:
         reason = getattr(error, "strerror", None) or error
         kept = f"; the {len(self.samples)} samples in it are kept" if getattr(self, "samples", None) else ""
         return UserError(f"{self.path}: cannot be written ({reason}){kept}")
+
+
+#: How a line begins in which a rank sends a sample to the process that launched it.
+_LINE = "autoddl-sample "
+
+
+def sample_line(sample: Sample) -> str:
+    """A line of a rank's output that holds a sample."""
+    return _LINE + _rows([sample])
+
+
+def sample_in_line(line: str) -> Sample | None:
+    """The sample of a line of a rank's output, which launchers begin with the rank in brackets; None if it holds none."""
+    _, found, row = line.partition(f"] {_LINE}")
+    return next(iter(_read_csv(f"{_HEADER}{row}\n", "the output of rank 0"))) if found else None
 
 
 def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
@@ -190,6 +239,17 @@ def numbered(samples: Sequence[Sample]) -> list[Sample]:
         counts[sample.setting] = number + 1
         result.append(replace(sample, repetition=number))
     return result
+
+
+_HEADER = ",".join(COLUMNS) + "\n"
+
+
+def _rows(samples: Iterable[Sample]) -> str:
+    """The lines of samples in a file."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerows([f"{v:.9g}" if isinstance(v, float) else v for v in astuple(sample)] for sample in samples)
+    return buffer.getvalue()
 
 
 def _header(text: str) -> list[str]:
@@ -226,7 +286,7 @@ def _sample(row: Mapping[str, str], at: str) -> Sample:
     is_device = collective in DEVICE_WORK
     level = row.get("level") or ("device" if is_device else "intra-node")
     if level not in LEVELS or (level == "device") != is_device:
-        right = "device" if is_device else "intra-node or inter-node"
+        right = "device" if is_device else "intra-node, inter-node or both"
         raise UserError(f"{at}: level of {collective} is {quote(level)}, should be {right}")
     ranks = _integer(row, "ranks", at, 1 if is_device else 2, MAX_DEVICES)
     sample = Sample(
@@ -245,7 +305,12 @@ def _sample(row: Mapping[str, str], at: str) -> Sample:
         shape=row.get("shape", ""),
         foreign=_fraction(row, at),
         versions=row.get("versions", ""),
+        precision=row.get("precision", ""),
+        device=row.get("device", ""),
+        network=row.get("network", ""),
     )
+    if sample.precision and sample.precision not in _PRECISIONS:
+        raise UserError(f"{at}: precision is {quote(sample.precision)}, should be one of {', '.join(PRECISIONS)}")
     if collective == "matmul":
         lengths = sample.shape.split("x")
         m, k, n = map(int, lengths) if len(lengths) == 3 and all(map(is_whole, lengths)) else (0, 0, 0)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.workload import Workload
@@ -33,6 +34,7 @@ class RankSettings:
         with_steps: whether to run whole training steps besides communication.
         seed: of the choice, the order and the data.
         quiet: show no progress bar.
+        device: the type of device to run on.
     """
 
     count: int = 40
@@ -42,6 +44,7 @@ class RankSettings:
     with_steps: bool = True
     seed: int = 0
     quiet: bool = True
+    device: str = CPU
 
     def __post_init__(self) -> None:
         for name in ("rounds", "repetitions"):
@@ -61,6 +64,7 @@ class MeasuredRanking:
         communication, step: measured seconds, shape (strategies, rounds); ``step`` is None if steps did not run.
         disturbed: fraction of visits in which other processes used more than a twentieth of the cores.
         refused: (name, reason) of strategies that the runtime cannot run.
+        peak_memory_bytes: peak memory of the rank that needed most for any strategy; None if unknown.
     """
 
     graph: LayerGraph
@@ -71,6 +75,7 @@ class MeasuredRanking:
     step: np.ndarray | None
     disturbed: float
     refused: tuple[tuple[str, str], ...]
+    peak_memory_bytes: int | None = None
 
     @property
     def scores(self) -> dict[str, Score]:
@@ -107,6 +112,7 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
         settings.budget_s,
         settings.with_steps,
         settings.seed,
+        settings.device,
     )
     visits: list[Visit] = []
     with progress(f"{cluster.num_devices} ranks", settings.rounds * len(strategies), settings.quiet, "visit") as bar:
@@ -139,6 +145,10 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
         step,
         float(np.mean([visit.foreign > DISTURBED for row in table for visit in row])),
         tuple((strategies[i].name, reason) for i, reason in refused.items()),
+        max(
+            (visit.peak_memory_bytes for row in table for visit in row if visit.peak_memory_bytes is not None),
+            default=None,
+        ),
     )
 
 
@@ -152,6 +162,7 @@ def ranking_document(ranking: MeasuredRanking) -> dict[str, Any]:
         "workload": ranking.workload.document(),
         "scores": {name: _finite(asdict(own)) for name, own in ranking.scores.items()},
         "disturbed": ranking.disturbed,
+        "peak_memory_bytes": ranking.peak_memory_bytes,
         "strategies": [
             {
                 "name": own.name,

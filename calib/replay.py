@@ -3,7 +3,8 @@
 *Communication* is the plan's list of steps (forward, backward, gradients).  The functions that the plan's layers call run one after
 the other on tensors of the right sizes, without computation in between.  *Step* is a training step of the applied model: forward
 and backward passes of a batch, and the reduction of gradients.  Strategies are visited in rounds, in a new random order in each.
-A visit that other processes disturbed is repeated.
+A visit that other processes disturbed is repeated.  On its first visit a strategy runs until its times settle, before it is timed.
+How ranks wait for their devices: :mod:`autoddl.pipelines.runtime.timing`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import numpy as np
 from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import ExchangeStep
 from autoddl.costmodel.graph import Layer, LayerGraph
@@ -27,11 +30,14 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.kinds.registry import plain_module
 from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.peakmemory import PeakMemory
 from autoddl.pipelines.runtime.ranks.rank import report
 
-from .measure import DISTURBED, Hosts, SharedClock, exchange, hosts_of_job
+from .hosts import Hosts, exchange, hosts_of_job
+from .measure import DISTURBED, SharedClock
 
 if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.backend import Backend
     from autoddl.pipelines.runtime.stepping import Stepper
 
 #: Largest number of attempts of a visit that other processes disturb.
@@ -54,6 +60,7 @@ class ReplayOptions:
         budget_s: time after which no round begins; None for no limit.
         with_steps: whether to run whole training steps besides communication.
         seed: of the order, the parameters and the data.
+        device: the type of device to run on.
     """
 
     graph: LayerGraph
@@ -65,6 +72,7 @@ class ReplayOptions:
     budget_s: float | None = None
     with_steps: bool = True
     seed: int = 0
+    device: str = CPU
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Visit:
         communication_s: seconds of communication.
         step_s: seconds of a training step; None if steps did not run.
         foreign: fraction of the cores' time that other processes used.
+        peak_memory_bytes: peak memory of the rank that needed most so far; None if unknown.
         refused: the reason why the runtime cannot run the candidate; None if it can.
     """
 
@@ -85,16 +94,21 @@ class Visit:
     communication_s: float
     step_s: float | None
     foreign: float
+    peak_memory_bytes: int | None = None
     refused: str | None = None
 
 
 def rank_job(options: ReplayOptions) -> int:
     """Visit all candidates in rounds; rank 0 reports every `Visit`.  Returns the number of completed rounds."""
+    from autoddl.pipelines.runtime.backend import backend_of
+
     flow = load_oneflow()
+    backend = backend_of(options.workload.precision, options.device)
+    memory = PeakMemory(options.device)
     graph = _without_dropout(options.graph)
-    clock = SharedClock(hosts_of_job(), options.budget_s)
+    clock = SharedClock(hosts_of_job(options.device), options.budget_s, options.device)
     assessments = [assess(graph, options.cluster, options.workload, chosen) for chosen in options.strategies]
-    step_of = _Steps(graph, options, _fit(assessments, clock.hosts)) if options.with_steps else None
+    step_of = _Steps(graph, options, backend, _fit(assessments, clock.hosts)) if options.with_steps else None
     shuffler = random.Random(options.seed)
     refused: set[int] = set()
     for number in range(options.rounds):
@@ -104,9 +118,11 @@ def rank_job(options: ReplayOptions) -> int:
             run = step_of(i) if step_of is not None else None
             if isinstance(run, str):
                 refused.add(i)
-                visit = Visit(i, number, 0.0, None, 0.0, run)
+                visit = Visit(i, number, 0.0, None, 0.0, refused=run)
             else:
-                visit = _visit(i, number, steps_of(assessments[i], options.workload), run, options.repetitions, clock)
+                communicate = steps_alone(steps_of(assessments[i], options.workload), backend)
+                visit = _visit(i, number, communicate, run, options.repetitions, clock)
+                visit = replace(visit, peak_memory_bytes=_largest(memory.read()))
             if flow.env.get_rank() == 0:
                 report(visit)
         if clock.is_over:
@@ -117,13 +133,16 @@ def rank_job(options: ReplayOptions) -> int:
 def _visit(
     candidate: int,
     number: int,
-    steps: Sequence[tuple[Layer | None, Step]],
+    communicate: Callable[[], Any],
     run: Callable[[], Any] | None,
     repetitions: int,
     clock: SharedClock,
 ) -> Visit:
     best: Visit | None = None
-    communicate = steps_alone(steps)
+    if number == 0:
+        for each in (communicate, run):
+            if each is not None:
+                clock.warm_up(each)
     for _ in range(MAX_ATTEMPTS):
         clock.begin()
         communication = _median(communicate, repetitions, clock)
@@ -135,6 +154,12 @@ def _visit(
             break
     assert best is not None
     return best
+
+
+def _largest(memory: int | None) -> int | None:
+    """The largest peak memory of all ranks; None if one does not know its own.  Every rank calls."""
+    known = exchange(np.array([-1 if memory is None else memory], dtype=np.int64))
+    return None if known.min() < 0 else int(known.max())
 
 
 def _median(run: Callable[[], Any], repetitions: int, clock: SharedClock) -> float:
@@ -160,9 +185,9 @@ def steps_of(assessment: Assessment, workload: Workload) -> list[tuple[Layer | N
     return [*forward, *backward] * workload.num_micro_batches + gradient
 
 
-def steps_alone(steps: Sequence[tuple[Layer | None, Step]]) -> Callable[[], None]:
+def steps_alone(steps: Sequence[tuple[Layer | None, Step]], backend: Backend) -> Callable[[], None]:
     """A function that runs communication steps without the computation in between; their tensors are allocated here."""
-    calls = [_call(layer, step) for layer, step in steps]
+    calls = [_call(layer, step, backend) for layer, step in steps]
 
     def run() -> None:
         for call in calls:
@@ -171,17 +196,18 @@ def steps_alone(steps: Sequence[tuple[Layer | None, Step]]) -> Callable[[], None
     return run
 
 
-def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
+def _call(layer: Layer | None, step: Step, backend: Backend) -> Callable[[], Any]:
     from autoddl.pipelines.runtime.stepping import Stepper
 
     flow = load_oneflow()
-    stepper = Stepper(flow.env.get_world_size())
+    ones = partial(flow.ones, dtype=backend.compute, device=backend.device)
+    stepper = Stepper(flow.env.get_world_size(), backend)
     if isinstance(step, ExchangeStep):
         return _exchange_call(step, stepper)
     size = step.axis.size
-    elements = max(1, round(step.nbytes / 4))
+    elements = max(1, round(step.nbytes / _itemsize(backend)))
     if step.collective is Collective.ALL_REDUCE:
-        vector = flow.ones(elements)
+        vector = ones(elements)
         return lambda: stepper.run(vector, step)
     if layer is None or step.collective is Collective.ALL_TO_ALL:
         rows = size
@@ -194,13 +220,13 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
             rows = 1
     features = max(size, elements // rows // size * size)
     if step.collective is Collective.ALL_TO_ALL:
-        matrix = flow.ones(rows, features)
+        matrix = ones(rows, features)
         return lambda: stepper.all_to_all(matrix, step.axis, 0, 1)
     if layer is None:
-        flat = flow.ones(rows * features // (size if step.collective is Collective.ALL_GATHER else 1))
+        flat = ones(rows * features // (size if step.collective is Collective.ALL_GATHER else 1))
         return lambda: stepper.run(flat, step, 0)
     width = features // size if step.collective is Collective.ALL_GATHER else features
-    x = flow.ones(1, rows, width)
+    x = ones(1, rows, width)
     return lambda: stepper.run(x, step, 2)
 
 
@@ -209,12 +235,17 @@ def _exchange_call(step: ExchangeStep, stepper: Stepper) -> Callable[[], Any]:
     from autoddl.costmodel.crossing import cuts_of, held_by
     from autoddl.pipelines.runtime.comm.exchanging import send_pieces
 
-    shape = step.exchange.divisors
+    backend, shape = stepper.backend, step.exchange.divisors
     pieces = [piece for piece in step.exchange.pieces(shape) if step.exchange.level_of(piece) == step.axis.level]
     mine = held_by(cuts_of(step.exchange.source, len(shape)), stepper.rank, shape)
-    rows = max(1, round(step.tensor_bytes / 4 / np.prod(shape)))
-    x = load_oneflow().ones(*map(len, mine), rows)
+    rows = max(1, round(step.tensor_bytes / _itemsize(backend) / np.prod(shape)))
+    x = load_oneflow().ones(*map(len, mine), rows, dtype=backend.compute, device=backend.device)
     return lambda: send_pieces(x, pieces, stepper, mine, (0, 1))
+
+
+def _itemsize(backend: Backend) -> int:
+    """Bytes of an element of the compute type."""
+    return int(load_oneflow().zeros(1, dtype=backend.compute, device=backend.device).element_size())
 
 
 # ---- Whole steps --------------------------------------------------------------------------------------------------------------
@@ -227,11 +258,12 @@ class _Steps:
 
     Args:
         graph, options: the model and the candidates.
+        backend: where tensors lie, and in which types ranks compute.
         keeps: whether to keep the applied models between visits, since making one takes as long as several steps.
     """
 
-    def __init__(self, graph: LayerGraph, options: ReplayOptions, keeps: bool) -> None:
-        self._graph, self._options, self._keeps = graph, options, keeps
+    def __init__(self, graph: LayerGraph, options: ReplayOptions, backend: Backend, keeps: bool) -> None:
+        self._graph, self._options, self._backend, self._keeps = graph, options, backend, keeps
         self._module = skeleton(graph, options.seed)
         self._batch = random_batch(graph, options.workload.batch, options.seed)
         self._made: dict[int, Callable[[], Any] | str] = {}
@@ -247,7 +279,9 @@ class _Steps:
 
         options = self._options
         try:
-            applied = AppliedModule(self._module, self._graph, options.strategies[i], options.workload)
+            applied = AppliedModule(
+                self._module, self._graph, options.strategies[i], options.workload, backend=self._backend
+            )
         except UserError as error:
             return str(error)
 
@@ -266,11 +300,13 @@ def _fit(assessments: Sequence[Assessment], hosts: Hosts) -> bool:
 
 
 def skeleton(graph: LayerGraph, seed: int) -> Any:
-    """A module with the parameters of a graph at their paths, with small random values, and without a forward method.
+    """A module on the host with the parameters of a graph at their paths, with small random values, and without a forward method.
 
     Raises:
         UserError: a layer is opaque, so that its code is not known.
     """
+    from autoddl.pipelines.runtime.backend import HOST
+
     flow = load_oneflow()
     rng = np.random.default_rng(seed)
     root = flow.nn.Module()
@@ -289,7 +325,7 @@ def skeleton(graph: LayerGraph, seed: int) -> Any:
                 value = _at(root, other)._parameters[own]
             else:
                 drawn = rng.standard_normal(parameter.shape, dtype=np.float32) / np.sqrt(max(parameter.shape))
-                value = flow.nn.Parameter(flow.tensor(drawn.astype(np.float32)))
+                value = flow.nn.Parameter(HOST.tensor(drawn.astype(np.float32)))
             _at(root, parent).register_parameter(name, value)
     return root
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoddl.costmodel.calibration import TRANSFER
+from autoddl.costmodel.precision import precision_of
 
-__all__ = ["ITEM_BYTES", "TimedSetting", "rows_and_features"]
+__all__ = ["ITEM_BYTES", "TimedSetting", "rows_and_features", "settings_of", "work_settings"]
 
-#: Bytes of a float32.
+#: Bytes of an element of the tensors that ranks exchange, which are of float32.
 ITEM_BYTES = 4
 #: A repetition repeats a collective until this many bytes are exchanged, but at most this many times.
 _BYTES_OF_REPETITION = 2**20
 _MAX_CALLS = 8
+#: A repetition on a GPU repeats local work this many times, and so launches kernels as a step does, without waiting for each.
+_CALLS_ON_GPU = 8
 #: Features of the tensors that are gathered and scattered.
 _FEATURES = 512
 
@@ -26,6 +30,7 @@ class TimedSetting:
         ranks, stride: size of a group, and difference between its neighbouring ranks; 1 for local work.
         num_bytes: n of :mod:`autoddl.costmodel.collectives`; bytes read and written by local work.
         shape: (m, k, n) of a matmul; else empty.
+        precision: the precision in whose compute type local work is done; empty for what is exchanged.
     """
 
     collective: str
@@ -33,13 +38,51 @@ class TimedSetting:
     stride: int
     num_bytes: int
     shape: tuple[int, ...] = ()
+    precision: str = ""
 
-    @property
-    def calls(self) -> int:
+    def calls(self, on_gpus: bool) -> int:
         """Number of calls in a repetition; 1 for transfers, since pipeline stages wait for each of them."""
-        if self.ranks == 1 or self.collective == TRANSFER:
+        if self.collective == TRANSFER:
             return 1
+        if self.ranks == 1:
+            return _CALLS_ON_GPU if on_gpus else 1
         return max(1, min(_MAX_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
+
+
+def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]) -> list[TimedSetting]:
+    """Every collective on every axis of a mesh of ``num_ranks`` ranks, and transfers along axes of size 2."""
+    axes = [
+        (ranks, stride)
+        for ranks in range(2, num_ranks + 1)
+        for stride in range(1, num_ranks + 1)
+        if num_ranks % (ranks * stride) == 0
+    ]
+    found = []
+    for size in sizes:
+        for collective in collectives:
+            if collective == TRANSFER:
+                found += [TimedSetting(collective, 2, stride, size) for ranks, stride in axes if ranks == 2]
+            else:
+                found += [TimedSetting(collective, ranks, stride, _rounded(size, ranks)) for ranks, stride in axes]
+    return found
+
+
+def work_settings(
+    shapes: Sequence[tuple[int, int, int]], sizes: Sequence[int], precisions: Sequence[str]
+) -> list[TimedSetting]:
+    """Settings of local work in each precision: matmuls of shapes (m, k, n), and element-wise operations on numbers of bytes."""
+    found = []
+    for name in precisions:
+        item = precision_of(name).itemsize
+        found += [TimedSetting("matmul", 1, 1, item * (m * k + k * n + m * n), (m, k, n), name) for m, k, n in shapes]
+        found += [TimedSetting("elementwise", 1, 1, size, (), name) for size in sizes]
+    return found
+
+
+def _rounded(size: int, ranks: int) -> int:
+    """About ``size`` bytes, rounded to a tensor that divides over the ranks."""
+    rows, features = rows_and_features(size, ranks)
+    return ITEM_BYTES * rows * features
 
 
 def rows_and_features(size: int, ranks: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from typing import Any, Optional
 import numpy as np
 
 from autoddl.costmodel.calibration import TRANSFER, Calibration
-from autoddl.costmodel.cluster import Cluster, Link
+from autoddl.costmodel.cluster import Cluster, Device, Link
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.localwork import LocalWork
 from autoddl.costmodel.units import format_bytes
@@ -37,6 +37,7 @@ __all__ = [
     "UsageSum",
     "drawn_cluster",
     "outside_notes",
+    "peak_of_reference",
     "reference_peak",
     "trust",
 ]
@@ -126,7 +127,7 @@ class UsageSum:
     """Adds up what a step uses, on devices of a cluster that train in ``precision``."""
 
     def __init__(self, cluster: Cluster, precision: str):
-        self._relative = cluster.device.peak_flops[precision] / reference_peak(cluster)
+        self._relative = cluster.device.peak(precision) / reference_peak(cluster)
         self._rings: dict[Key, np.ndarray] = {}
         self._sizes: dict[Key, dict[float, float]] = {}
         self._work = LocalWork()
@@ -295,7 +296,12 @@ class _Draws:
 
 def reference_peak(cluster: Cluster) -> float:
     """Peak FLOP/s of the precision that efficiencies are measured in: float32 if the device has it."""
-    peaks = cluster.device.peak_flops
+    return peak_of_reference(cluster.device)
+
+
+def peak_of_reference(device: Device) -> float:
+    """As :func:`reference_peak`, of a device."""
+    peaks = device.peak_flops
     return peaks.get("float32", next(iter(peaks.values())))
 
 

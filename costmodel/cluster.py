@@ -37,6 +37,7 @@ from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
 from .limits import MAX_DEVICES, RANGES
 from .localwork import LocalWork, elementwise, matmul
+from .precision import PRECISIONS, precision_of
 from .reading import is_whole, shown_path
 from .suggestions import did_you_mean
 from .units import to_si
@@ -139,6 +140,20 @@ class Device:
     efficiency: float
     launch_s: float
 
+    def peak(self, precision: str) -> float:
+        """FLOP/s of products in a precision.
+
+        Raises:
+            UserError: the device has no speed for it.
+        """
+        rate = precision_of(precision).rate
+        if rate not in self.peak_flops:
+            known = [name for name, types in PRECISIONS.items() if types.rate in self.peak_flops]
+            raise UserError(
+                f"precision {precision!r} is not defined for {self.name}, should be one of {', '.join(known)}"
+            )
+        return self.peak_flops[rate]
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -166,6 +181,11 @@ class Cluster:
     document: dict[str, Any] = field(repr=False, compare=False, hash=False)
     cores_per_node: int | None = None
     calibration: Calibration | None = field(default=None, repr=False, compare=False, hash=False)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the devices are GPUs, not ranks on a CPU: those have cores in the cluster file, or CPU in the device's name."""
+        return self.cores_per_node is None and "CPU" not in self.device.name.upper()
 
     @property
     def excess(self) -> float:
@@ -218,7 +238,7 @@ class Cluster:
     def local_times(self, work: LocalWork, precision: str) -> tuple[Any, Any, Any]:
         """Seconds of local work as (arithmetic, memory traffic, kernel launches)."""
         device = self.device
-        speed = device.efficiency * device.peak_flops[precision]
+        speed = device.efficiency * device.peak(precision)
         return work.flops / speed, work.nbytes / device.memory_bandwidth, work.launches * device.launch_s
 
     def matmul_time(self, m: float, k: float, n: float, precision: str, itemsize: int, count: float = 1) -> float:

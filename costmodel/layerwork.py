@@ -79,7 +79,9 @@ def layer_work(
         kept = evenly_split
     own = layer.num_parameters / quantities.parameter_parts
     gradient_axes = () if strategy.summa else strategy.axes(0, kind.is_lookup)
-    gradient = all_reduce_steps(gradient_axes, own * workload.itemsize) if layer.num_parameters else ()
+    gradient = (
+        all_reduce_steps(gradient_axes, own * workload.types.communication_itemsize) if layer.num_parameters else ()
+    )
     return LayerWork(
         forward=forward,
         backward=backward,

@@ -17,8 +17,9 @@ both ends, not on how s is divided into p1 and p2.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -29,6 +30,7 @@ from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph
+from .graph_meshes import EAGER, is_executable
 from .kinds.registry import kind_of
 from .layerwork import layer_work
 from .layoutprices import LayoutPrices, communication_time
@@ -99,6 +101,7 @@ class PriceBook:
         summa: offer Summa meshes to linear layers.
         share_with: another book of the same graph and cluster, whose cached prices this one shares.
         allowed: the allowed strategies; None allows all.
+        executor: one of :data:`.graph_meshes.EXECUTORS`, or a restricted one; layers have only strategies that it can execute.
 
     Raises:
         UserError: the device has no speed for the precision, or a layer has no strategy on this cluster.
@@ -113,27 +116,25 @@ class PriceBook:
         summa: bool = False,
         share_with: PriceBook | None = None,
         allowed: frozenset[Strategy] | None = None,
+        executor: str = EAGER,
     ):
-        if workload.precision not in cluster.device.peak_flops:
-            known = ", ".join(cluster.device.peak_flops)
-            raise UserError(
-                f"precision {workload.precision!r} is not defined for {cluster.device.name}, should be one of {known}"
-            )
+        cluster.device.peak(workload.precision)
         self.graph = graph
         self.cluster = cluster
         self.workload = workload
         self.untied = untied
         self.summa = summa
+        self.executor = executor
         twin = (
             share_with
             if share_with
             and allowed is None
             and share_with.graph is graph
-            and (share_with.untied, share_with.summa) == (untied, summa)
+            and (share_with.untied, share_with.summa, share_with.executor) == (untied, summa, executor)
             else None
         )
         self.variables: tuple[Variable, ...] = (
-            twin.variables if twin else _variables(graph, cluster, untied, summa, allowed)
+            twin.variables if twin else _variables(graph, cluster, untied, summa, allowed, executor)
         )
         self._prices: dict[object, _Prices] = {}
         self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
@@ -174,6 +175,10 @@ class PriceBook:
         if whole not in self._layer_prices:
             self._layer_prices[whole] = _price_layer(self, layer, variable)
         return self._layer_prices[whole]
+
+    def space_size(self, micro_batch: int) -> int:
+        """The number of assignments of strategies that divide a micro-batch, with those of Summa if the book has them."""
+        return math.prod(int(np.sum(micro_batch % variable.option_set.p0 == 0)) for variable in self.variables)
 
     def problem(
         self, batch: int, micro_batch: int, objective: Objective = "step", summa: bool | None = None
@@ -288,7 +293,9 @@ class PriceBook:
         micro_batch = workload.micro_batch
         kept = np.flatnonzero((micro_batch % variable.option_set.p0 == 0) & (~variable.option_set.summa | summa))
         if len(kept) == 0:
-            why = f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s"
+            why = (
+                f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s{_executed_by(self.executor)}"
+            )
             fault = _no_strategy(self.graph[variable.layers[0]], self.cluster, why)
             raise UserError(f"{fault}; {self._nearest(workload.batch, micro_batch)}")
         return kept
@@ -353,6 +360,12 @@ class PriceBook:
         return tuple(edges)
 
 
+def _executed_by(executor: str) -> str:
+    """The part of a message that says which strategies an executor leaves out; empty if it executes all."""
+    name = executor.split("|")[0]
+    return "" if name == EAGER else f" and that executor={name!r} can execute"
+
+
 def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
     """The beginning of a message about a layer without a strategy."""
     shape = " x ".join(map(str, cluster.level_sizes))
@@ -364,7 +377,12 @@ def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
 
 
 def _variables(
-    graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool, allowed: frozenset[Strategy] | None = None
+    graph: LayerGraph,
+    cluster: Cluster,
+    untied: bool,
+    summa: bool,
+    allowed: frozenset[Strategy] | None,
+    executor: str,
 ) -> tuple[Variable, ...]:
     """Group the layers; see the module's docstring."""
     groups: dict[object, list[str]] = {}
@@ -380,7 +398,7 @@ def _variables(
         key_of[layer.name] = key
         groups.setdefault(key, []).append(layer.name)
     known: dict[object, OptionSet] = {}
-    return tuple(_variable(graph, tuple(names), cluster, summa, known, allowed) for names in groups.values())
+    return tuple(_variable(graph, tuple(names), cluster, summa, known, allowed, executor) for names in groups.values())
 
 
 def _variable(
@@ -390,16 +408,18 @@ def _variable(
     summa: bool,
     known: dict[object, OptionSet],
     allowed: frozenset[Strategy] | None,
+    executor: str,
 ) -> Variable:
     first = graph[names[0]]
     swapped = frozenset(n for n in names if kind_of(graph[n].kind).is_lookup != kind_of(first.kind).is_lookup)
     key = tuple({(graph[name].signature(), name in swapped): None for name in names})
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
-        options = _common_options(list(members.values()), swapped, cluster, summa)
+        options = _common_options(list(members.values()), swapped, cluster, summa, executor)
         known[key] = OptionSet(tuple(s for s in options if allowed is None or s in allowed))
     if not known[key].options:
-        raise UserError(f"{_no_strategy(first, cluster, 'that divides its shape')}; try another number of devices")
+        why = f"that divides its shape{_executed_by(executor)}"
+        raise UserError(f"{_no_strategy(first, cluster, why)}; try another number of devices")
     if len(names) == 1:
         name = names[0]
     elif first.block:
@@ -410,11 +430,15 @@ def _variable(
 
 
 def _common_options(
-    members: list[Layer], swapped: frozenset[str], cluster: Cluster, summa: bool
+    members: list[Layer], swapped: frozenset[str], cluster: Cluster, summa: bool, executor: str
 ) -> tuple[Strategy, ...]:
-    options = list(enumerate_strategies(members[0], cluster.level_sizes, summa and len(members) == 1))
+    def offered_to(layer: Layer, summa: bool = False) -> Iterator[Strategy]:
+        every = enumerate_strategies(layer, cluster.level_sizes, summa)
+        return (strategy for strategy in every if is_executable(executor, strategy))
+
+    options = list(offered_to(members[0], summa and len(members) == 1))
     for layer in members[1:]:
-        offered = set(enumerate_strategies(layer, cluster.level_sizes))
+        offered = set(offered_to(layer))
         options = [s for s in options if (transposed(s) if layer.name in swapped else s) in offered]
     return tuple(options)
 

@@ -102,6 +102,15 @@ def format_count(number: int) -> str:
     return f"{number:,}" if number < 10**9 else f"10^{len(str(number)) - 1}"
 
 
+def format_percent(part: float) -> str:
+    """A part of a whole; no difference is printed as nothing.
+
+    >>> format_percent(0.0123), format_percent(1e-6)
+    ('1.2%', 'less than 0.1%')
+    """
+    return f"{part:.1%}" if part >= 5e-4 else "less than 0.1%"
+
+
 def format_memory_limit(nbytes: float) -> str:
     """``4.37 GiB (memory_limit_bytes=4691255296)``: a least memory, and the argument that asks for just so much."""
     return f"{format_bytes(nbytes)} (memory_limit_bytes={nbytes:.17g})"

@@ -2,14 +2,15 @@
 
 Bytes per trained element (parameter + gradient + optimizer states):
 
-=========  =================  ========  ================  ======
-precision  parameter          gradient  master copy       states
-=========  =================  ========  ================  ======
-float32    4                  4         -                 sgd 0, momentum 4, adam 8
-mixed      2                  2         4                 sgd 0, momentum 4, adam 8
-=========  =================  ========  ================  ======
+===============  =========  ========  ===========  ===========================
+precision        parameter  gradient  master copy  states
+===============  =========  ========  ===========  ===========================
+float32          4          4         -            sgd 0, momentum 4, adam 8
+mixed, bfloat16  2          2         4            sgd 0, momentum 4, adam 8
+*-cpu            4          4         8            sgd 0, momentum 8, adam 16
+===============  =========  ========  ===========  ===========================
 
-So Adam needs 16 bytes per parameter in either precision.
+So Adam needs 16 bytes per parameter in every precision for GPUs.  The types are those of :mod:`autoddl.costmodel.precision`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from .documents import Fields
 from .errors import UserError
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_that_work
+from .precision import Precision, precision_of
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Workload"]
+__all__ = ["OPTIMIZERS", "Workload"]
 
-#: Bytes of one activation, parameter or gradient element.
-PRECISIONS = {"float32": 4, "mixed": 2}
-#: Bytes of optimizer states per trained element.
-OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
+#: Number of states, of the master type, that each optimizer has per trained element.
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Workload:
         batch: samples per step, over all devices.
         micro_batch: samples per forward and backward pass, over all devices; gradients accumulate over
             ``batch / micro_batch`` passes.
-        precision: ``float32`` or ``mixed``.
+        precision: ``float32``, ``mixed`` or ``bfloat16``; on CPU ranks also their stand-ins.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
         recompute: whether to keep only the evenly split input of every layer, and to repeat its forward pass before its
             backward pass.
@@ -66,8 +66,7 @@ class Workload:
         if self.batch % self.micro_batch:
             nearest = nearest_that_work("micro-batch", self.micro_batch, divisors(self.batch))
             raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}; {nearest}")
-        if self.precision not in PRECISIONS:
-            raise UserError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        precision_of(self.precision)
         if self.optimizer not in OPTIMIZERS:
             raise UserError(f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
 
@@ -77,15 +76,24 @@ class Workload:
         return self.batch // self.micro_batch
 
     @property
+    def types(self) -> Precision:
+        """The types of the precision."""
+        return precision_of(self.precision)
+
+    @property
     def itemsize(self) -> int:
-        """Bytes of one activation or gradient element."""
-        return PRECISIONS[self.precision]
+        """Bytes of one activation, weight or gradient element."""
+        return self.types.itemsize
+
+    @property
+    def optimizer_bytes_per_parameter(self) -> int:
+        """Bytes of the optimizer per trained element: its states and, if there is one, the master copy."""
+        return (self.types.has_masters + OPTIMIZERS[self.optimizer]) * self.types.master_itemsize
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes per trained element: parameter, gradient and optimizer states (table: module docstring)."""
-        master = 4 if self.precision == "mixed" else 0
-        return 2 * self.itemsize + master + OPTIMIZERS[self.optimizer]
+        """Bytes per trained element: parameter, gradient, master copy and optimizer states (table: module docstring)."""
+        return 2 * self.itemsize + self.optimizer_bytes_per_parameter
 
     def document(self) -> dict[str, Any]:
         """The workload as a JSON object."""

@@ -68,8 +68,7 @@ plan = autoddl.launched().load_plan() if is_launched else planned(module, 1)
 trained = autoddl.apply(module, plan)
 optimizer = flow.optim.SGD(trained.parameters(), lr=0.2)
 for step in range(20):
-    optimizer.zero_grad()
     loss = trained.train_step(*samples())
-    optimizer.step()
+    trained.step(optimizer)
     if step % 5 == 4 and int(os.environ.get("RANK", "0")) == 0:
         print(f"step {step + 1}: loss {float(loss):.3f}")

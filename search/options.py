@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.workload import Workload
 
@@ -38,6 +39,7 @@ class Options:
         recompute: whether to recompute activations; None to choose it.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
+        executor: what executes the plan, one of ``autoddl.costmodel.graph_meshes.EXECUTORS``.
         seed: of the random methods.
         temperature_s: constant temperature of Metropolis-Hastings; None for annealing.
         evaluations, time_limit_s: budgets of one search; None for the default of the method, and for 20 s.
@@ -54,6 +56,7 @@ class Options:
     recompute: bool | None = None
     untied: bool = False
     summa: bool = True
+    executor: str = EAGER
     seed: int = 0
     temperature_s: float | None = None
     evaluations: int | None = None
@@ -69,6 +72,8 @@ def memory_limit_of(cluster: Cluster, options: Options) -> float:
     """
     if options.method not in METHODS:
         raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
+    if options.executor not in EXECUTORS:
+        raise UserError(f"executor {options.executor!r} is not one of {', '.join(EXECUTORS)}")
     limit = options.memory_limit_bytes
     if limit is None:
         limit = USABLE_MEMORY * cluster.device.memory_bytes

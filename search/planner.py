@@ -10,19 +10,23 @@ the best choice found so far by a search, a bracket or a baseline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoddl.costmodel.assessment import Assessment
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.graph_meshes import EAGER, LEFT_OUT, families_of
+from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import format_percent
 from autoddl.costmodel.workload import Workload
 
 from . import Result, Status
 from .comparison import BaselineFigures, baseline_figures
+from .executorcost import AllStrategies, best_of_all_strategies, executor_note, infeasible_for_executor
 from .options import Options, memory_limit_of
-from .sweep import SAME, Candidate, InfeasibleError, PriceBooks, Sweep
+from .sweep import NOT_BETTER, SAME, BestPlan, Candidate, InfeasibleError, PriceBooks, Sweep, is_offered
 from .verify import Claim, verify
 
 __all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
@@ -48,6 +52,8 @@ class Planned:
         is_interrupted: whether a stop was requested, so that settings may have been left out.
         taken_from: name of the baseline whose plan this is, if no search found a better one; else empty.
         notes: remarks for the reader, in addition to those of the graph.
+        all_strategies: the best plan of all strategies, if the options restrict them to those of an executor; None if they do not,
+            or if the search was interrupted before.
     """
 
     graph: LayerGraph
@@ -67,6 +73,7 @@ class Planned:
     is_interrupted: bool = False
     taken_from: str = ""
     notes: tuple[str, ...] = ()
+    all_strategies: AllStrategies | None = None
 
     @property
     def cost(self) -> float:
@@ -92,18 +99,23 @@ class Planned:
             for one in self.baselines
             if one.assessment is not None and one.assessment.step_s < self.assessment.step_s * (1 - SAME)
         }
-        if not self.options.summa:
-            by = f" (the step of summa is {_percent(faster['summa'])} faster)" if "summa" in faster else ""
+        if self.options.executor != EAGER:
+            said.append(f"left out are {LEFT_OUT}")
+            # What the executor costs against plans that it cannot execute is said by a note.
+            strategies = {one.name: one.strategies for one in self.baselines}
+            faster = {
+                name: by for name, by in faster.items() if is_offered(name, strategies[name], self.graph, self.options)
+            }
+        elif not self.options.summa:
+            by = f" (the step of summa is {format_percent(faster['summa'])} faster)" if "summa" in faster else ""
             said.append(f"Summa meshes are left out, summa=True includes them{by}")
         others = {name: by for name, by in faster.items() if name != "summa" or self.options.summa}
         if others and self.options.objective == "communication":
             name = max(others, key=others.__getitem__)
-            said.append(f"the step of {name} is {_percent(others[name])} faster: leave out objective='communication'")
+            said.append(
+                f"the step of {name} is {format_percent(others[name])} faster: leave out objective='communication'"
+            )
         return "; ".join(said)
-
-
-def _percent(part: float) -> str:
-    return f"{part:.1%}" if part >= 5e-4 else "less than 0.1%"
 
 
 def end_of(optimal: bool, is_interrupted: bool) -> Status:
@@ -131,6 +143,7 @@ def make_plan(
         stop: when it is requested, the best plan so far is returned, with a valid bound.  Ctrl-C does not request it: without a
             handler, it raises `KeyboardInterrupt`, and there is no plan.
         known: figures of the baselines, if another call with the same options (but for the method) has computed them already.
+            That call has also found out what the executor costs, which is then not repeated.
 
     Raises:
         StopRequestedError: the stop was requested before any plan was known.
@@ -142,12 +155,16 @@ def make_plan(
     figures = tuple(known)
     if with_baselines and not figures:
         figures = tuple(baseline_figures(graph, cluster, books.problems(options, untied=False), limit, stop))
-    sweep = Sweep(books, options, limit, figures, stop)
-    best = sweep.run()
+    is_restricted = options.executor != EAGER
+    try:
+        best, lower, sweeps = _best_of_families(books, options, limit, figures, stop)
+    except InfeasibleError as error:
+        if not is_restricted:
+            raise
+        raise infeasible_for_executor(error, books, options, limit, stop) from None
     choice = best.result.choice
     assert choice is not None
     strategies = best.problem.strategies(choice)
-    lower = sweep.lower_bound
     optimal = lower >= best.result.cost * (1 - 1e-9)
     claim = Claim(
         strategies=strategies,
@@ -159,8 +176,11 @@ def make_plan(
         objective=options.objective,
         untied=options.untied,
         summa=options.summa,
+        executor=options.executor,
     )
     assessment = verify(graph, cluster, best.problem.workload, claim, single_changes=False)
+    cost, is_compared = assessment.cost(options.objective), is_restricted and not known
+    everything = best_of_all_strategies(books, options, limit, figures, best, stop) if is_compared else None
     return Planned(
         graph=graph,
         cluster=cluster,
@@ -169,14 +189,73 @@ def make_plan(
         memory_limit_bytes=limit,
         result=best.result,
         # The same sum in another order may differ in its last digit: a bound is never above the figure that is printed.
-        lower_bound=min(lower, best.result.cost, assessment.cost(options.objective)),
+        lower_bound=min(lower, best.result.cost, cost),
         optimal=optimal,
         strategies=strategies,
         assessment=assessment,
-        candidates=tuple(sweep.candidates),
+        candidates=_joined_candidates(sweeps),
         baselines=figures,
-        evaluations=sweep.evaluations,
-        search_s=sweep.search_s,
+        evaluations=sum(sweep.evaluations for sweep in sweeps),
+        search_s=sum(sweep.search_s for sweep in sweeps),
         is_interrupted=stop.is_requested,
         taken_from=best.taken_from,
+        notes=(executor_note(options, cost, optimal, everything),) if is_compared else (),
+        all_strategies=everything,
     )
+
+
+def _best_of_families(
+    books: PriceBooks, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop
+) -> tuple[BestPlan, float, list[Sweep]]:
+    """Sweep every family of meshes of the executor; an eager one has a single family.
+
+    Returns:
+        The best plan, a lower bound on all plans of all families, and the sweeps.
+
+    Raises:
+        StopRequestedError: the stop was requested before any plan was known.
+        InfeasibleError: nothing fits the memory limit.
+        UserError: a layer has no strategy in any family.
+    """
+    families = families_of(options.executor, books.cluster.num_devices)
+    sweeps, found, faults = list[Sweep](), list[BestPlan](), list[UserError]()
+    for executor in families:
+        if stop.is_requested and found:
+            break
+        sweep = Sweep(books, replace(options, executor=executor), limit, figures, stop)
+        try:
+            found.append(sweep.run())
+            sweeps.append(sweep)
+        except UserError as fault:
+            faults.append(fault)
+        except StopRequestedError:
+            if not found:
+                raise
+            break
+    if not found:
+        infeasible = [fault for fault in faults if isinstance(fault, InfeasibleError)]
+        raise min(infeasible, key=lambda fault: fault.least_bytes) if infeasible else faults[0]
+    is_whole = len(found) + len(faults) == len(families)
+    lower = min(sweep.lower_bound for sweep in sweeps) if is_whole else 0.0
+    best = min(found, key=lambda one: one.result.cost)
+    if len(families) > 1:
+        workload = best.problem.workload
+        size = sum(books.space_size(workload, options.untied, executor) for executor in families)
+        best = replace(best, result=replace(best.result, space_size=size))
+    return best, lower, sweeps
+
+
+def _joined_candidates(sweeps: Sequence[Sweep]) -> tuple[Candidate, ...]:
+    """The settings of all sweeps: of each setting the cheapest plan, or the bound of a family in which it was not searched."""
+    by_setting: dict[tuple[int, bool], list[Candidate]] = {}
+    for candidate in (one for sweep in sweeps for one in sweep.candidates):
+        by_setting.setdefault((candidate.micro_batch, candidate.recompute), []).append(candidate)
+    joined = []
+    for candidates in by_setting.values():
+        cheapest = min(candidates, key=lambda one: one.cost)
+        loosest = min(candidates, key=lambda one: one.lower_bound)
+        if loosest.outcome == NOT_BETTER and loosest.lower_bound < cheapest.cost * (1 - SAME):
+            joined.append(loosest)
+        else:
+            joined.append(replace(cheapest, lower_bound=loosest.lower_bound))
+    return tuple(joined)

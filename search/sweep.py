@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, why_not_executable
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.stopping import Stop
@@ -47,7 +48,18 @@ from . import Bracket, Result, Status, bracket, progress_bar, separable_bound, s
 from .comparison import BaselineFigures
 from .options import DEFAULT_TIME_LIMIT_S, Options, base_workload, micro_batches
 
-__all__ = ["NOT_BETTER", "NOT_FITTING", "SAME", "BestPlan", "Candidate", "InfeasibleError", "PriceBooks", "Sweep"]
+__all__ = [
+    "NOT_BETTER",
+    "NOT_FITTING",
+    "SAME",
+    "BestPlan",
+    "Candidate",
+    "InfeasibleError",
+    "PriceBooks",
+    "Sweep",
+    "is_offered",
+    "smallest_limit",
+]
 
 #: Relative difference of costs below which two plans count as equally good.
 SAME = 1e-9
@@ -74,7 +86,15 @@ class Candidate:
 
 
 class InfeasibleError(UserError):
-    """No plan fits the memory of the devices; the message gives the smallest sufficient memory."""
+    """No plan fits the memory of the devices; the message gives the smallest sufficient memory.
+
+    Attributes:
+        least_bytes: this memory, per device.
+    """
+
+    def __init__(self, message: str, least_bytes: float = math.inf):
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 @dataclass(frozen=True)
@@ -109,7 +129,7 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _KnownPlan:
-    """A feasible plan that a baseline or a bracket gave, not a search.
+    """A feasible plan that a baseline, a bracket or another search gave.
 
     Attributes:
         cost: seconds per training step.
@@ -127,12 +147,19 @@ class _KnownPlan:
         return self.workload.micro_batch, self.workload.recompute
 
 
-def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _KnownPlan | None:
+def is_offered(name: str, strategies: Mapping[str, Strategy], graph: LayerGraph, options: Options) -> bool:
+    """Whether a baseline of this name, with these strategies, is part of the search space of the options."""
+    return (name != "summa" or options.summa) and not why_not_executable(options.executor, graph, strategies)
+
+
+def _cheapest(figures: Sequence[BaselineFigures], graph: LayerGraph, options: Options) -> _KnownPlan | None:
     """The best baseline among those that are part of the search space."""
     plans = [
         _KnownPlan(one.assessment.cost(options.objective), one.workload, one.strategies, one.name)
         for one in figures
-        if one.assessment is not None and one.workload is not None and (one.name != "summa" or options.summa)
+        if one.assessment is not None
+        and one.workload is not None
+        and is_offered(one.name, one.strategies, graph, options)
     ]
     return min(plans, key=lambda plan: plan.cost, default=None)
 
@@ -142,37 +169,66 @@ class PriceBooks:
 
     def __init__(self, graph: LayerGraph, cluster: Cluster):
         self.graph, self.cluster = graph, cluster
-        self._books: dict[tuple[Workload, bool], PriceBook] = {}
+        self._books: dict[tuple[Workload, bool, str], PriceBook] = {}
 
-    def book(self, workload: Workload, untied: bool) -> PriceBook:
-        """The book of a workload, tied or untied, with Summa meshes, which a problem may leave out."""
-        if (workload, untied) not in self._books:
-            share_with = next((book for (_, other), book in self._books.items() if other == untied), None)
-            share_with = share_with or next(iter(self._books.values()), None)
-            self._books[workload, untied] = PriceBook(
-                self.graph, self.cluster, workload, untied, summa=True, share_with=share_with
+    def book(self, workload: Workload, untied: bool, executor: str = EAGER) -> PriceBook:
+        """The book of a workload, tied or untied, with Summa meshes (if the executor has any), which a problem may leave out."""
+        key = (workload, untied, executor)
+        if key not in self._books:
+            share_with = next(
+                (book for (_, *others), book in self._books.items() if others == [untied, executor]), None
             )
-        return self._books[workload, untied]
+            share_with = share_with or next(iter(self._books.values()), None)
+            self._books[key] = PriceBook(
+                self.graph, self.cluster, workload, untied, summa=True, share_with=share_with, executor=executor
+            )
+        return self._books[key]
+
+    def space_size(self, workload: Workload, untied: bool, executor: str) -> int:
+        """The number of assignments of strategies for one setting; 0 if the executor can execute no strategy of some layer."""
+        try:
+            return self.book(workload, untied, executor).space_size(workload.micro_batch)
+        except UserError:
+            return 0
 
     @property
     def may_shrink(self) -> bool:
         """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
         return any(book.may_shrink for book in self._books.values())
 
-    def problems(self, options: Options, untied: bool, summa: bool = True) -> Iterator[Problem | UserError]:
+    def problems(
+        self, options: Options, untied: bool, summa: bool = True, executor: str = EAGER
+    ) -> Iterator[Problem | UserError]:
         """The problem of every setting that the options allow, or the reason why it has none.
+
+        Args:
+            options: batch, micro-batch, recomputation and objective; what else they choose is given by the other arguments.
+            untied, summa, executor: of the problems.
 
         Raises:
             UserError: an option is out of range.
         """
         for recompute in (False, True) if options.recompute is None else (options.recompute,):
             workload = base_workload(self.cluster, options, recompute)
-            book = self.book(workload, untied)
+            book = self.book(workload, untied, executor)
             for micro_batch in micro_batches(workload, options):
                 try:
                     yield book.problem(workload.batch, micro_batch, options.objective, summa)
                 except UserError as fault:
                     yield fault
+
+
+def smallest_limit(problems: Sequence[Problem], stop: Stop) -> float:
+    """The smallest memory limit [bytes per device] under which one of the problems has a plan.
+
+    Raises:
+        StopRequestedError: the stop was requested before it was known.
+    """
+    least = math.inf
+    for problem in sorted(problems, key=lambda problem: separable_memory(problem.layer_table)):
+        if separable_memory(problem.layer_table) < least:
+            least = min(least, smallest_memory(problem.table, stop)[0])
+    return least
 
 
 def _just_above(cost: float) -> float:
@@ -181,15 +237,39 @@ def _just_above(cost: float) -> float:
 
 
 class Sweep:
-    """The search over micro-batches and recomputation (see the module's docstring)."""
+    """The search over micro-batches and recomputation (see the module's docstring).
+
+    Args:
+        books: the price books of the model on the cluster.
+        options: what to search.
+        limit: memory per device [bytes].
+        figures: figures of the baselines.
+        stop: ends the search early.
+        known: a plan in the space, from another search, that a better one is looked for; None if there is none.
+    """
 
     def __init__(
-        self, books: PriceBooks, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop
+        self,
+        books: PriceBooks,
+        options: Options,
+        limit: float,
+        figures: Sequence[BaselineFigures],
+        stop: Stop,
+        known: BestPlan | None = None,
     ):
         self.books, self.options, self.limit, self.stop = books, options, limit, stop
         self.graph, self.cluster = books.graph, books.cluster
-        # The best baseline, and the cheapest plan of a baseline or a bracket.
-        self.baseline = self.known_plan = _cheapest(figures, options)
+        # The best baseline, and the cheapest plan of a baseline, a bracket or another search.
+        self.baseline = self.known_plan = _cheapest(figures, self.graph, options)
+        if known is not None and known.result.choice is not None:
+            plan = _KnownPlan(
+                known.result.cost,
+                known.problem.workload,
+                known.problem.strategies(known.result.choice),
+                known.taken_from,
+            )
+            if self.known_plan is None or plan.cost < self.known_plan.cost:
+                self.known_plan = plan
         # Cutoff: a plan of about this cost exists, so only cheaper ones are searched.
         self.cutoff = math.inf if self.known_plan is None else _just_above(self.known_plan.cost)
         # Lower bounds without the memory limit, by setting.
@@ -244,7 +324,7 @@ class Sweep:
         workload = known_plan.workload
         problem = next((one.problem for one in settings if one.problem.workload == workload), None)
         if problem is None:  # the stop came before its setting was priced
-            book = self.books.book(workload, self.options.untied)
+            book = self.books.book(workload, self.options.untied, self.options.executor)
             problem = book.problem(workload.batch, workload.micro_batch, self.options.objective, self.options.summa)
         choice = problem.choice(known_plan.strategies)
         cost = problem.table.evaluate(choice)
@@ -274,7 +354,8 @@ class Sweep:
             UserError: no micro-batch divides.
         """
         fault, found = None, 0
-        for problem in self.books.problems(self.options, self.options.untied, self.options.summa):
+        options = self.options
+        for problem in self.books.problems(options, options.untied, options.summa, options.executor):
             if self.stop.is_requested:
                 self._is_whole = False
                 return
@@ -373,11 +454,9 @@ class Sweep:
                 f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
                 "device before it reached its limit; use method='exact', or raise the limit"
             )
-        least = math.inf
-        for problem in sorted(problems, key=lambda problem: separable_memory(problem.layer_table)):
-            if separable_memory(problem.layer_table) < least:
-                least = min(least, smallest_memory(problem.table, self.stop)[0])
+        least = smallest_limit(problems, self.stop)
         return InfeasibleError(
             f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
-            f"the smallest memory that would do is {format_memory_limit(least)}"
+            f"the smallest memory that would do is {format_memory_limit(least)}",
+            least,
         )

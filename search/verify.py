@@ -2,7 +2,8 @@
 
 From the layer graph it recomputes cost and memory of the chosen strategies, and checks that
 
-1. every layer has a strategy of the size of the cluster that divides the layer and the micro-batch;
+1. every layer has a strategy of the size of the cluster that divides the layer and the micro-batch, and that the executor can
+   execute;
 2. the recomputed cost and memory equal the claimed ones, and the memory is within the limit;
 3. the lower bound is not above the cost; for a claim of optimality, it equals the cost, and is not below a simple bound;
 4. no change of a single layer (of tied layers together) gives a plan within the limit that is cheaper than the lower bound.
@@ -23,6 +24,7 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, are_one_family, is_executable, why_not_executable
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
@@ -53,6 +55,7 @@ class Claim:
         objective: ``step`` or ``communication``.
         untied: whether repetitions of a block may have different strategies.
         summa: whether linear layers may have Summa meshes.
+        executor: what executes the plan; strategies that it cannot execute are not offered.
     """
 
     strategies: Mapping[str, Strategy]
@@ -64,6 +67,7 @@ class Claim:
     objective: str
     untied: bool = False
     summa: bool = False
+    executor: str = EAGER
 
 
 def verify(
@@ -81,6 +85,9 @@ def verify(
     """
     assert claim.objective in OBJECTIVES
     truth = assess(graph, cluster, workload, claim.strategies)
+    refused = why_not_executable(claim.executor, graph, claim.strategies)
+    if refused:
+        raise VerificationError(refused)
     cost = truth.cost(claim.objective)
     _agree("cost", claim.cost, cost, _TOLERANCE)
     # Solvers round every layer's memory up to whole bytes.
@@ -121,9 +128,15 @@ def _cost_of(
     return workload.num_micro_batches * per_micro_batch + sum(cluster.time(step) for step in work.gradient)
 
 
-def _offered(graph: LayerGraph, cluster: Cluster, workload: Workload, name: str, summa: bool) -> list[Strategy]:
+def _offered(
+    graph: LayerGraph, cluster: Cluster, workload: Workload, name: str, claim: Claim, summa: bool
+) -> list[Strategy]:
     options = enumerate_strategies(graph[name], cluster.level_sizes, summa)
-    return [strategy for strategy in options if workload.micro_batch % strategy.p0 == 0]
+    return [
+        strategy
+        for strategy in options
+        if workload.micro_batch % strategy.p0 == 0 and is_executable(claim.executor, strategy)
+    ]
 
 
 def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim: Claim) -> float:
@@ -132,7 +145,7 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
     for layer in graph.layers:
         key = (layer.signature(), not graph.inputs(layer.name))
         if key not in known:
-            offered = _offered(graph, cluster, workload, layer.name, claim.summa)
+            offered = _offered(graph, cluster, workload, layer.name, claim, claim.summa)
             known[key] = min(
                 float(np.min(_cost_of(graph, cluster, workload, layer.name, group, claim.objective)))
                 for group in group_strategies(offered, cluster.size_dependent_levels)
@@ -180,10 +193,12 @@ def _check_single_changes(
         first_is_lookup = kind_of(graph[names[0]].kind).is_lookup
         before = sum(_cost_of(graph, cluster, workload, n, claim.strategies[n], claim.objective) for n in names)
         before += edges_cost(names, claim.strategies)
-        for option in _offered(graph, cluster, workload, names[0], claim.summa and len(names) == 1):
+        for option in _offered(graph, cluster, workload, names[0], claim, claim.summa and len(names) == 1):
             alike = {n for n in names if option.summa or kind_of(graph[n].kind).is_lookup == first_is_lookup}
             changed = {n: option if n in alike else transposed(option) for n in names}
             if any(not strategy.divides(graph[n]) for n, strategy in changed.items()):
+                continue
+            if not are_one_family(claim.executor, {**claim.strategies, **changed}.values()):
                 continue
             try:
                 after = edges_cost(names, {**claim.strategies, **changed})

@@ -11,10 +11,12 @@ import hypothesis
 import pytest
 
 import autoddl
+from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE
 
 from .distributing import Scheduling, mark_ranks, tell_units
 from .faults import PAGE, Fault, of_mark, page_with
-from .sharedranks import counted_ranks, lent_ranks, ranks  # noqa: F401 - fixtures of all tests
+from .gpumarks import OPTION, add_marks, select_devices, skip_without_gpus, summary_of
+from .sharedranks import counted_ranks, lent_ranks, ranks, ranks_of_graphs  # noqa: F401 - fixtures of all tests
 from .watchdog import Watchdog
 
 #: A test that takes longer says why in its docstring.
@@ -22,6 +24,9 @@ SLOW_SECONDS = 10.0
 
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _WORKERS_DIR = pytest.StashKey[Path]()
+
+# Plans for GPUs run on CPU ranks here, in every process that tests start; tests of GPUs (tests/gpu) choose theirs themselves.
+os.environ[DEVICE_VARIABLE] = CPU
 
 # A busy machine is no fault of a test's. What is found at random belongs to whoever develops, not to a run that judges a change.
 # Examples are as many as show a fault at once if it is common; rarer ones are found over many runs.
@@ -37,18 +42,20 @@ hypothesis.settings.load_profile("busy machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--faults``: run the tests that are marked as a fault's, and write docs/faults.md. ``--write-docs``: write what commands of
-    the other pages print. ``--fuzz-cases``: how much to fuzz."""
+    the other pages print. ``--fuzz-cases``: how much to fuzz. ``--gpu-tests-on-cpu``: see `gpumarks`."""
     parser.addoption("--faults", action="store_true", help="run the tests of faults, and write docs/faults.md")
     parser.addoption("--write-docs", action="store_true", help="write the outputs of commands in README.md and docs/")
     parser.addoption(
         "--fuzz-cases", type=int, default=2000, metavar="N", help="mutated inputs of each reader (%(default)s)"
     )
+    parser.addoption(OPTION, action="store_true", help="run all cases of the tests of GPUs on CPU ranks instead")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     _take_signals()
     config.addinivalue_line("markers", "fault(area, fault, outcome, exit_code=None): a row of docs/faults.md")
     config.addinivalue_line("markers", "ranks(unit='ranks'): starts ranks; tests of a unit run one at a time")
+    add_marks(config)
     config.addinivalue_line("markers", "slow: takes seconds of computing; `make test-fast` leaves it out")
     worker = getattr(config, "workerinput", None)
     # The real stderr: pytest captures nothing yet.
@@ -72,6 +79,7 @@ def _take_signals() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks of faults are checked, and passed on to the reports; tests of ranks are marked."""
     mark_ranks(items)
+    select_devices(config, items)
     for item in items:
         for mark in item.iter_markers("fault"):
             fault = of_mark(mark.args, mark.kwargs, item.nodeid.partition("[")[0])
@@ -83,14 +91,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("fault")]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_without_gpus(item)
+
+
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """Names slow tests that do not say why they are; with ``--faults`` and nothing failed, writes the page.
+    """Says what tests of GPUs found; names slow tests that do not say why; with ``--faults`` and nothing failed, writes the page.
 
     The times are for reading, not for a verdict: they depend on what else the machine does.
     """
     if hasattr(config, "workerinput"):  # a worker knows its own tests alone
         return
     reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
+    if lines := summary_of(reports):
+        terminalreporter.section("GPUs", sep="-")
+        for line in lines:
+            terminalreporter.write_line(line)
     silent = [r for r in reports if r.duration > SLOW_SECONDS and dict(r.user_properties).get("says nothing")]
     if silent:
         terminalreporter.section(f"took more than {SLOW_SECONDS:g} s, without a docstring that says why", sep="-")

@@ -47,7 +47,7 @@ __all__ = ["PAGES", "REASONS", "ROOT", "Block", "Run", "blocks_of", "commands_of
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 #: Why a command is not run: it takes more than some seconds, needs what a test machine does not have, or changes the machine.
-REASONS = ("slow", "hosts", "slurm", "root", "installs", "a browser")
+REASONS = ("slow", "gpus", "hosts", "slurm", "root", "installs", "a browser")
 
 _ELIDED, _CUT = "...", " ..."
 _SHELL = set("|&;<>()$`*?")

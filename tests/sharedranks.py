@@ -13,7 +13,7 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.pipelines.runtime.ranks.network import namespace_available
 
-__all__ = ["counted_ranks", "lending", "lent_ranks", "ranks"]
+__all__ = ["counted_ranks", "lending", "lent_ranks", "ranks", "ranks_of_graphs"]
 
 #: Where commands take the pools from that they start.
 _USERS = ("pipelines.runtime.ranks.launcher", "pipelines.runtime.pipeline.training", "verification.run")
@@ -37,9 +37,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
             pools[num_ranks] = RankPool(num_ranks, private_network=private_network, log_dir=log_dir)
         return pools[num_ranks]
 
+    def close() -> None:
+        for started in pools.values():
+            started.close()
+        pools.clear()
+
+    pool.close = close  # type: ignore[attr-defined]
     yield pool
-    for started in pools.values():
-        started.close()
+    close()
+
+
+@pytest.fixture
+def ranks_of_graphs(ranks: Callable[[int], RankPool]) -> Iterator[None]:
+    """Close all pools after the test: OneFlow frees the memory of a graph when its process ends, not before."""
+    yield
+    ranks.close()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,19 @@ from .sharedranks import lending
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 BLOCKS = {page: blocks_of(text) for page, text in TEXTS.items()}
 #: Programs of command lines that are not run, and not ours.
-_OTHERS = {"chromium", "grep", "make", "nft", "pip", "python3", "unshare", "xdg-open", ".venv/bin/python"}
+_OTHERS = {
+    "chromium",
+    "grep",
+    "make",
+    "mpirun",
+    "nft",
+    "pip",
+    "python3",
+    "srun",
+    "unshare",
+    "xdg-open",
+    ".venv/bin/python",
+}
 #: Of fences: what is run, what is written to a file, and what is for reading.
 _LANGUAGES = {"console", "python", "pycon", "json", "csv", "text", "mermaid"}
 #: Arguments of our commands that are files which they read.

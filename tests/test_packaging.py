@@ -26,6 +26,7 @@ FLOORS = ["costmodel", "search", "pipelines", "calib", "autoddl"]  # from the gr
 THIRD_PARTY = {"numpy", "scipy", "networkx", "shtab", "tqdm", "matplotlib", "pandas", "oneflow"}
 ONEFLOW_AREAS = (
     *("pipelines/runtime/", "calib/", "autoddl/extract", "autoddl/apply", "autoddl/verification/rank_job.py"),
+    "autoddl/verification/graph_job.py",
     "autoddl/verification/running.py",
     "autoddl/zoo/modules.py",
     "autoddl/export/parts/",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 
 from ..report.markup import Markup, element
@@ -73,6 +74,7 @@ def _totals(view: PlanView) -> Table:
         ("communication", format_seconds(view.communication_s), f"each device sends {format_bytes(view.sent_bytes)}"),
         ("memory", format_bytes(view.memory_bytes), f"of {format_bytes(view.memory_limit_bytes)} on each device"),
         ("recomputed", view.recomputation, ""),
+        *([] if view.plan.executor == EAGER else [("executor", view.plan.executor, "")]),
     )
     return Table((Column(), Column(right=True), Column(wraps=True)), rows)
 

@@ -78,14 +78,20 @@ JOB_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def demands_for(plan: FilePath, script: FilePath, edited: bool) -> Demands:
+def demands_for(plan: FilePath, script: FilePath, edited: bool, device: str | None, with_oneflow: bool) -> Demands:
     """Check the script, and return what a plan demands of hosts: nodes, devices, memory and ranks.
 
     Raises:
-        UserError: If the plan cannot be read, or the script does not exist or does not fit the plan.
+        UserError: If the plan cannot be read, or the script does not exist or does not fit the plan; if ``device`` is not a type of
+            device of the plan; or if the ranks of a worker would not get the GPUs of the plan.
     """
     loaded = load_plan(plan, edited)
-    demands = demands_of(loaded)
+    demands = demands_of(loaded, device)
+    if demands.stray_worker and not with_oneflow:
+        raise UserError(
+            f"{demands.stray_worker}; launch can change that only for ranks that it joins in OneFlow: leave out --without-oneflow, "
+            "or plan with workers that have all devices of each of their nodes"
+        )
     if not os.path.isfile(script):
         raise UserError(f"script {os.fspath(script)} does not exist")
     check_script(Path(script), loaded)
@@ -110,7 +116,7 @@ def placements_for(
 
 
 def make_job(
-    plan: FilePath,
+    plan: FilePath | None,
     script: FilePath,
     demands: Demands,
     placements: Sequence[Placement],
@@ -132,7 +138,7 @@ def make_job(
         UserError: If ``ssh`` is not a command.
     """
     return Job(
-        plan=Path(plan).absolute(),
+        plan=None if plan is None else Path(plan).absolute(),
         script=Path(script).absolute(),
         demands=demands,
         placements=tuple(placements),

@@ -7,20 +7,31 @@ with further measurements, and `rank` compares predicted and measured times of s
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoddl.calib.campaign import CampaignOptions, is_in_job, measure_in_job, measure_locally
+from autoddl.calib.campaign import CampaignOptions, counts_in, measure_in_job, measure_locally
 from autoddl.calib.clusterfile import Fit, calibrated_document, fit_samples
+from autoddl.calib.devices import (
+    device_type,
+    elementwise_on,
+    precisions_on,
+    shapes_on,
+    sizes_on,
+)
 from autoddl.calib.measurements import COLLECTIVES, Sample, SampleFile, numbered, read_samples
 from autoddl.calib.pictures import draw
 from autoddl.costmodel.cluster import Cluster, from_document
+from autoddl.costmodel.devices import GPU
 from autoddl.costmodel.workload import Workload
 from autoddl.costmodel.writing import write_document
+from autoddl.pipelines.runtime.ranks.gpus import sees_gpus
 
 from .files import FilePath
 from .inputs import ClusterLike, ModelLike, cluster_of, graph_of
+from .measuredjobs import member_of_job, place_on_hosts, place_on_member, run_measuring_job
 from .results import Result
 
 if TYPE_CHECKING:
@@ -81,7 +92,7 @@ class Calibration(Result):
     def text(self) -> Text:
         from ..text.fits import fit_text
 
-        return fit_text(self.result)
+        return fit_text(self.result, self.cluster)
 
     def __repr__(self) -> str:
         levels = ", ".join(level.level for level in self.result.levels)
@@ -160,7 +171,10 @@ def calibrate(
     samples: FilePath,
     *,
     ranks: Sequence[int] = (2, 4),
-    sizes: Sequence[int] = CampaignOptions.sizes,
+    hosts: Sequence[str] | None = None,
+    device: str | None = None,
+    precisions: Sequence[str] | None = None,
+    sizes: Sequence[int] | None = None,
     collectives: Sequence[str] = COLLECTIVES,
     repetitions: int = 100,
     budget_s: float | None = None,
@@ -169,17 +183,26 @@ def calibrate(
     name: str = "",
     seed: int = 0,
     quiet: bool = False,
+    ssh: str | None = None,
+    python: str | None = None,
+    master_address: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    log_dir: FilePath | None = None,
 ) -> Calibration | None:
     """Measure collectives, transfers and matrix products on ranks, and fit a cluster to them.  Requires OneFlow.
 
-    The function starts ranks on this machine.  If a launcher (such as Slurm) runs it on every rank of a job, it measures on the
-    ranks of that job.
+    ``hosts`` says where the ranks run.  Without it, a process that Slurm's ``srun``, ``mpirun`` or another launcher started as one
+    of several ranks measures in its job, as this rank; otherwise the function starts ranks on this machine.  A job over several
+    hosts measures both network levels: groups inside a host, groups with one rank on each host, and the group of all ranks.
 
     Args:
         samples: A CSV file.  Every sample is added to it as soon as it is measured; samples that it already contains are not
             measured again.
-        ranks: Numbers of ranks.  Each number is measured in a job of its own.
-        sizes: Message sizes, in bytes.
+        ranks: Numbers of ranks on this machine.  Each number is measured in a job of its own.
+        hosts: Hosts with their numbers of ranks, such as ``["a:8", "b:8"]``, which are reached over ssh.  All ranks form one job.
+        device: Type of device, ``"cuda"`` or ``"cpu"``; by default GPUs, if the base cluster has GPUs and OneFlow sees one.
+        precisions: Precisions in which products are measured; by default all that the device of the base has a speed for.
+        sizes: Message sizes, in bytes; by default 4 KiB to 16 MiB, on GPUs to 256 MiB.
         collectives: Names of the collectives to measure.
         repetitions: Number of repetitions of each measurement.
         budget_s: Stop measuring after this time, in seconds.
@@ -187,13 +210,16 @@ def calibrate(
         base, name: As in :func:`autoddl.fit`.
         seed: Seed of the order of the measurements and of the bootstrap.
         quiet: Show no progress bar.
+        ssh, python, master_address, environment, log_dir: With ``hosts`` or in a job, as in :func:`autoddl.launch`.
 
     Returns:
         The calibrated cluster.  In a job that a launcher started, all ranks except rank 0 return None.
 
     Raises:
-        UserError: If a number is out of range, a file cannot be read or written, or OneFlow is not installed.
+        UserError: If a number is out of range, a file cannot be read or written, a host cannot be used, or OneFlow is not
+            installed.
         RankError: If a rank failed.
+        Interrupted: If ranks on hosts or in a job were ended by SIGINT, SIGTERM or SIGHUP.
 
     >>> import autoddl, os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -204,27 +230,67 @@ def calibrate(
     >>> calibration.cluster.name, calibration.cluster.devices_per_node
     ('here', 2)
     """
-    no_products: dict[str, Any] = {"shapes": (), "elementwise": ()}
+    base_cluster = cluster_of(base)
+    kind = device_type(device, base_cluster, lambda: bool(hosts) or sees_gpus())
     options = CampaignOptions(
         ranks=tuple(ranks),
-        sizes=tuple(sizes),
+        sizes=sizes_on(kind) if sizes is None else tuple(sizes),
         collectives=tuple(collectives),
+        shapes=() if communication_only else shapes_on(kind),
+        elementwise=() if communication_only else elementwise_on(kind),
+        precisions=precisions_on(kind, base_cluster, precisions),
+        device=kind,
         repetitions=repetitions,
         budget_s=budget_s,
         seed=seed,
         quiet=quiet,
-        **(no_products if communication_only else {}),
     )
-    base_cluster = cluster_of(base)
-    path = os.fspath(samples)
-    if is_in_job():
-        if measure_in_job(options, path) is None:
-            return None
-        file = SampleFile(path)
-    else:
-        file = SampleFile(path)
+    job_options = {
+        "ssh": ssh,
+        "python": python,
+        "master_address": master_address,
+        "environment": environment,
+        "log_dir": log_dir,
+    }
+    file = _measure(options, samples, hosts, base_cluster, job_options)
+    return None if file is None else _calibration(fit_samples(numbered(file.samples), seed), base_cluster, name)
+
+
+def _measure(
+    options: CampaignOptions,
+    samples: FilePath,
+    hosts: Sequence[str] | None,
+    base: Cluster,
+    job_options: Mapping[str, Any],
+) -> SampleFile | None:
+    """Measure where `calibrate` says, and return the file of samples; None on ranks of a job other than rank 0."""
+    if not hosts and _is_rank():
+        return _measure_as_rank(options, samples)
+    member = None if hosts else member_of_job(os.environ)
+    place = place_on_hosts(hosts) if hosts else None if member is None else place_on_member(member)
+    file = SampleFile(samples) if place is None or place.has_rank_0 else None
+    if place is not None:
+        run_measuring_job(options, file, place, base, **job_options)
+    elif file is not None:
         measure_locally(options, file)
-    return _calibration(fit_samples(numbered(file.samples), seed), base_cluster, name)
+    return file
+
+
+def _is_rank() -> bool:
+    """Whether this process has joined other ranks already, as a script of :func:`autoddl.launch` has."""
+    flow = sys.modules.get("oneflow")
+    return flow is not None and flow.env.get_world_size() > 1
+
+
+def _measure_as_rank(options: CampaignOptions, samples: FilePath) -> SampleFile | None:
+    """Measure on the ranks that this process has joined; all of them call."""
+    environment = sys.modules["oneflow"].env
+    if environment.get_rank() > 0:
+        measure_in_job(options, None, lambda taken: None)
+        return None
+    file = SampleFile(samples)
+    measure_in_job(options, counts_in(file.samples, options, environment.get_world_size()), file.append)
+    return file
 
 
 # ---- Ranking -----------------------------------------------------------------------------------------------------------
@@ -276,6 +342,8 @@ def rank(
     *,
     ranks: int,
     cluster: ClusterLike = "local-cpu",
+    device: str | None = None,
+    precision: str | None = None,
     heads: int | None = None,
     sequence: int | None = None,
     vocabulary: int | None = None,
@@ -294,6 +362,8 @@ def rank(
         model, inputs, heads, sequence, vocabulary: As in :func:`autoddl.plan`.
         ranks: Number of ranks.
         cluster: The cluster that predicts the times, usually one that was calibrated on this machine.
+        device: Type of device, ``"cuda"`` or ``"cpu"``; by default GPUs, if the cluster has GPUs and OneFlow sees one.
+        precision: Precision of the training step; by default float32, on GPUs that of the cluster's device.
         batch: Samples per training step over all ranks; by default 8 per rank.
         strategies: Number of strategies to run.
         rounds: Number of rounds.  Every round measures each strategy once, so that slow drifts of the machine affect all alike.
@@ -313,8 +383,11 @@ def rank(
     """
     from autoddl.calib.ranked import RankSettings, rank_locally
 
-    settings = RankSettings(strategies, rounds, repetitions, budget_s, not communication_only, seed, quiet)
-    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
     devices = cluster_of(cluster, 1, ranks)
+    kind = device_type(device, devices, sees_gpus)
+    settings = RankSettings(strategies, rounds, repetitions, budget_s, not communication_only, seed, quiet, kind)
+    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
     samples = 8 * ranks if batch is None else batch
-    return Ranking(rank_locally(graph, devices, Workload(samples, samples, "float32", "sgd"), settings))
+    chosen = precision or (devices.default_precision if kind == GPU else "float32")
+    (types,) = precisions_on(kind, devices, [chosen])
+    return Ranking(rank_locally(graph, devices, Workload(samples, samples, types, "sgd"), settings))

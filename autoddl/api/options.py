@@ -36,13 +36,15 @@ class PlanningOptions(TypedDict, total=False):
             default those of the model.
         batch: Samples per training step over all devices; by default 8 per device.
         micro_batch: Samples per forward pass over all devices (of a stage, with a pipeline); by default chosen by the search.
-        precision: ``float32`` or ``mixed``; by default the usual precision of the device.
+        precision: ``float32``, ``mixed`` or ``bfloat16``; by default the usual precision of the device.
         optimizer: ``adam``, ``momentum`` or ``sgd``.
         recompute: Whether to recompute activations in the backward pass; None lets the search choose.
         memory_limit_bytes: Memory limit per device; by default 9/10 of the device's memory.
         objective: The time to minimize: ``step`` (the whole training step) or ``communication``.
         untied: Choose a strategy for every repetition of a block separately, instead of one strategy for all repetitions.
         summa: Offer Summa meshes to linear layers.
+        executor: What executes the plan: ``eager`` executes all strategies; ``graph``, which is OneFlow's ``nn.Graph``, executes
+            those on meshes of at most two axes, without a pipeline.
         seed: Seed of the random search methods.
         temperature_s: Constant temperature of ``metropolis-hastings`` [s]; by default the temperature decreases (annealing).
         evaluations: Maximum number of evaluations of one search; by default that of the method.
@@ -68,6 +70,7 @@ class PlanningOptions(TypedDict, total=False):
     objective: str
     untied: bool
     summa: bool
+    executor: str
     seed: int
     temperature_s: float | None
     evaluations: int | None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS, NO_PIPELINE
 from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.suggestions import unknown
@@ -85,6 +86,8 @@ def plan(
     planner_options = _planner_options(method, options)
     if pipeline is None and allow_stale:
         raise UserError("allow_stale is for pipelines; give pipeline='auto', or leave it out")
+    if pipeline is not None and planner_options.executor != EAGER:
+        raise UserError(f"executor={planner_options.executor!r} is for plans without a pipeline: {NO_PIPELINE}")
     graph, devices = _graph_and_cluster(model, inputs, cluster, options)
     if pipeline is None:
         return _plan_without_pipeline(graph, devices, planner_options, options["stop"])
@@ -104,7 +107,13 @@ def _graph_and_cluster(
 def _planner_options(method: str, options: PlanningOptions) -> Options:
     """Return the options of the planner.  Names are checked here; numbers are checked by the planner."""
     values: dict[str, Any] = {**options, "method": method}
-    for name, known in (("method", tuple(METHODS)), ("objective", OBJECTIVES), ("optimizer", tuple(OPTIMIZERS))):
+    choices = {
+        "method": tuple(METHODS),
+        "objective": OBJECTIVES,
+        "optimizer": tuple(OPTIMIZERS),
+        "executor": EXECUTORS,
+    }
+    for name, known in choices.items():
         if values[name] not in known:
             raise unknown(name, values[name], known)
     return Options(**{field.name: values[field.name] for field in fields(Options)})

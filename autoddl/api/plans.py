@@ -343,6 +343,7 @@ class Plan(planfile.PlanFile):
         full_size: bool = False,
         timeout_s: float = 300.0,
         seed: int = 0,
+        executor: str = "eager",
         progress: Any = None,
     ) -> Verification:
         """Run the plan on CPU ranks of this machine and check the result.  Requires OneFlow.
@@ -358,6 +359,7 @@ class Plan(planfile.PlanFile):
             full_size: Do not scale the model down to a size that this machine can run.
             timeout_s: Time limit of the whole verification, in seconds.
             seed: Seed of initial values and data.
+            executor: ``"eager"``, or ``"graph"`` to execute the plan inside OneFlow's ``nn.Graph``.
             progress: A function that is called with a short description of each phase.
 
         Raises:
@@ -373,7 +375,7 @@ class Plan(planfile.PlanFile):
         from ..verification import Limits, VerifyOptions, verify
 
         check_verification(tolerance, timeout_s, seed)
-        options = VerifyOptions(tolerance, timeout_s, seed, Limits() if full_size else None)
+        options = VerifyOptions(tolerance, timeout_s, seed, Limits() if full_size else None, executor)
         num_ranks = self.cluster.num_devices if ranks is None else ranks
         return Verification(verify(self, num_ranks, model=model, options=options, progress=progress))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import is_whole
 
+from ..launching.gpuchecks import plan_faults
 from ..launching.hosts import LOCALHOST, Host, Placement
 from ..launching.interrupts import Interrupted
 from ..launching.job import Job
@@ -42,6 +43,7 @@ def launch(
     slurm: bool = False,
     checkpoints: FilePath | None = None,
     edited: bool = False,
+    device: str | None = None,
     dry_run: bool = False,
     show: Callable[[str], None] | None = None,
     **options: Unpack[JobOptions],
@@ -64,6 +66,8 @@ def launch(
         slurm: Write a batch script, submit it to Slurm, and return without waiting.
         checkpoints: A folder that is passed to the script, which resumes from the latest checkpoint there.
         edited: Accept a plan that was edited after planning.
+        device: ``"cpu"`` runs a plan for GPUs on CPU ranks, with wider types in place of half precision; by default ranks compute
+            on the devices of the plan.
         dry_run: Describe the job without running it.
         show: A function that is called with each line that a rank prints; by default the lines are printed.
         options: see `JobOptions`.
@@ -95,7 +99,7 @@ def launch(
     if slurm_options and not slurm:
         raise UserError("slurm_options is for slurm=True")
     check_limits(checkpoints, options)
-    demands = demands_for(plan, script, edited)
+    demands = demands_for(plan, script, edited, device, options["with_oneflow"])
     job_of = functools.partial(
         make_job, plan, script, demands, arguments=arguments, edited=edited, checkpoints=checkpoints
     )
@@ -103,6 +107,7 @@ def launch(
     if member is not None:
         return _join(job_of, job_options, demands, member, dry_run, show or write_line, on_urgent)
     if slurm:
+        _check_devices(demands, options["force"])
         return _submit(job_of((), **job_options), slurm_options, dry_run)
     if not is_place_given and in_allocation(os.environ):
         return _run_as_step(job_of((), **job_options), dry_run)
@@ -127,6 +132,18 @@ def _is_place_given(local: bool, hosts: Sequence[str] | None, hostfile: FilePath
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} exclude each other; give one of them")
     return bool(given)
+
+
+def _check_devices(demands: Demands, force: bool) -> None:
+    """Check the GPUs that the plan is for before Slurm reserves them.
+
+    Raises:
+        UserError: If OneFlow or the plan's precision cannot run on them, unless ``force`` is given and it might.
+    """
+    for fault in plan_faults(demands) if demands.on_gpus else ():
+        if not fault.is_warning and not (force and fault.can_be_forced):
+            raise UserError(fault.text)
+        write_message(f"{fault.text}; continuing anyway")
 
 
 def _submit(job: Job, slurm_options: Sequence[str], dry_run: bool) -> str:

@@ -1,4 +1,4 @@
-"""Training on CPU ranks of this machine: a plan, or a model with a pipeline schedule."""
+"""Training on ranks of this machine: a plan, or a model with a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from autoddl.costmodel.devices import DEVICE_TYPES
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.precision import precision_of
 from autoddl.pipelines.runtime.pipeline.problems import (
     FAMILIES,
     TextModel,
@@ -21,6 +23,7 @@ from autoddl.pipelines.runtime.pipeline.problems import (
 from autoddl.pipelines.runtime.pipeline.saving import warn_on_stderr
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, TrainingResult, schedule_of
 from autoddl.pipelines.runtime.pipeline.training import train as train_on_ranks
+from autoddl.pipelines.runtime.ranks.gpus import present_device
 
 from .. import planfile
 from ..training import FileProblem, check_no_text, problem_of_plan
@@ -93,8 +96,12 @@ class Training(Result):
             "first_step": found.first_step,
             "losses": list(found.losses),
             f"{options.problem.unit}_per_s": found.units_per_s,
+            "peak_memory_bytes": list(found.peak_memory_bytes),
         }
         if found.last_run is not None:
+            document["device"] = found.device
+            document["types"] = dict(zip(("compute", "master"), found.types))
+            document["skipped_steps"] = found.last_run.num_skipped
             document["makespan_s"] = found.last_run.timeline.makespan
             document["peak_activations"] = list(found.last_run.peak_activations)
             document["weight_versions"] = list(found.last_run.peak_versions)
@@ -168,11 +175,13 @@ def train(
     seed: int = 0,
     checkpoints: FilePath | None = None,
     every: int = 10,
+    device: str | None = None,
+    precision: str | None = None,
     quiet: bool = False,
     on_step: Callable[[TrainingStep], None] | None = None,
     **options: Unpack[ScheduleOptions],
 ) -> Training:
-    """Train a plan, or a model with a pipeline schedule, on CPU ranks of this machine; needs OneFlow.
+    """Train a plan, or a model with a pipeline schedule, on ranks of this machine; needs OneFlow.
 
     A plan, with a pipeline or without, determines the model, its stages, strategies, schedule and micro-batch.  Without a plan each
     worker of the schedule has ``width`` ranks, which share the samples of every micro-batch.
@@ -191,6 +200,9 @@ def train(
         seed: Seed of the data, and of the initial values of a built-in model.
         checkpoints: Folder of checkpoints; the training resumes from the newest intact one there.
         every: Steps between checkpoints.
+        device: ``cuda`` or ``cpu``. Default: GPUs if this machine has any, one for each rank, and CPU ranks if not. CPU ranks have
+            no half-precision kernels: there, mixed precision runs with float32 in place of float16 and float64 masters.
+        precision: Precision of a model without a plan: ``float32``, ``mixed`` or ``bfloat16``. Default: ``float32``.
         quiet: Show no progress bar. Otherwise there is one if stderr is a terminal.
         on_step: Called with every step (``number``, ``loss``, ``units_per_s``) as soon as its loss is known.
         options: See `ScheduleOptions`.
@@ -213,7 +225,9 @@ def train(
         plan = (
             plan_or_model if isinstance(plan_or_model, planfile.PlanFile) else planfile.load_plan(plan_or_model, edited)
         )
+        _refuse_given({"precision": precision}, "is for models; a plan says it itself")
         problem, schedule, micro_batch = problem_of_plan(plan, model, source, steps_per_run)
+        precision = plan.workload.precision
     else:
         name = os.fspath(plan_or_model)
         _refuse_given({"edited": edited, "model": model}, f"is for plans, {name} is a model")
@@ -232,6 +246,8 @@ def train(
         compress_boundaries,
         _path("checkpoints", checkpoints) if checkpoints else None,
         every,
+        precision_of(precision or "float32").name,
+        _device(device),
     )
     return Training(_train_with_bar(training_options, quiet, on_step), training_options)
 
@@ -314,6 +330,14 @@ def _refuse_given(arguments: Mapping[str, object], why: str) -> None:
         if value is not None and value is not False and value != "":
             shown = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else value
             raise UserError(f"{name}={shown} {why}")
+
+
+def _device(given: str | None) -> str:
+    """Return the given type of device; None: GPUs if this machine has any, and CPU ranks if not."""
+    device = given or present_device()
+    if device not in DEVICE_TYPES:
+        raise UserError(f"device {device!r} is not one of {', '.join(DEVICE_TYPES)}")
+    return device
 
 
 def _check_numbers(steps: int, every: int, seed: int) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoddl.costmodel.errors import quote
+from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.limits import MAX_DIGITS, MAX_OPTION
 from autoddl.costmodel.reading import is_whole, parse_figure
 
@@ -40,6 +41,7 @@ __all__ = [
     "print_result",
     "show",
     "terminal_width",
+    "variables_option",
     "whole_numbers_option",
     "whole_option",
 ]
@@ -95,8 +97,10 @@ _OTHER_VALUE = {
 _ASSIGNABLE = (
     *_OPTION_OF_NAME,
     *_OTHER_NAME,
+    "device",
     "devices_per_node",
     "edited",
+    "executor",
     "heads",
     "log_dir",
     "master_address",
@@ -296,3 +300,16 @@ def _gib_rounded_up(nbytes: float) -> float:
     gib = nbytes / 2**30
     digits = 3 - math.floor(math.log10(gib)) if gib > 0 else 0
     return math.ceil(gib * 10**digits) / 10**digits
+
+
+def variables_option(words: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of ``NAME=VALUE`` and of ``NAME``, whose value is that of this environment."""
+    variables = {}
+    for text in words:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"--env {text!r} should be NAME=VALUE, or NAME for its value in this environment")
+        if not equals and name not in os.environ:
+            raise UserError(f"--env {name}: the variable is not set in this environment; give {name}=VALUE")
+        variables[name] = value if equals else os.environ[name]
+    return variables

@@ -10,9 +10,11 @@ from typing import Any
 from autoddl.costmodel.cluster import Cluster, preset_names
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
+from autoddl.costmodel.precision import PRECISIONS
 from autoddl.costmodel.reading import parse_figure
 from autoddl.costmodel.units import to_si
-from autoddl.costmodel.workload import OPTIMIZERS, PRECISIONS
+from autoddl.costmodel.workload import OPTIMIZERS
 from autoddl.search import METHODS
 
 from ..api import inputs
@@ -129,6 +131,13 @@ def _add_search_options(parser: argparse.ArgumentParser, has_pipeline: bool) -> 
         default=True,
         help="offer Summa meshes to linear layers",
     )
+    group.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default=EAGER,
+        help="what executes the plan: eager executes all strategies; graph, OneFlow's nn.Graph, those on meshes of at most two "
+        "axes (default: %(default)s)",
+    )
     group.add_argument("--seed", type=int, default=0, help="seed of the random search methods (default: %(default)s)")
     group.add_argument(
         "--temperature",
@@ -204,6 +213,7 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "recompute": {"auto": None, "always": True, "never": False}[arguments.recompute],
         "untied": arguments.untied,
         "summa": arguments.summa,
+        "executor": arguments.executor,
         "seed": arguments.seed,
         "temperature_s": _quantity("--temperature", arguments.temperature, "time"),
         "evaluations": arguments.evaluations,

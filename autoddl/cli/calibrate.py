@@ -1,16 +1,14 @@
 """``autoddl calibrate``: measure collectives, transfers and matrix products on ranks, and fit a cluster to them.
 
 Every sample is saved as soon as it is measured, so that an interrupted run resumes if it is started again with the same
-``--samples``.  If a launcher runs the command on every rank of a job, it measures on these ranks; otherwise it starts ranks on this
-machine.
+``--samples``.  The ranks run on this machine, on the given hosts, or, if ``srun``, ``mpirun`` or another launcher runs the command
+on every rank of a job, in this job.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import sys
 from typing import Any
 
 from autoddl.costmodel.errors import UserError, quote
@@ -18,13 +16,10 @@ from autoddl.costmodel.limits import MAX_BYTES, MAX_DEVICES
 from autoddl.costmodel.reading import parse_figure, whole_number
 from autoddl.costmodel.units import format_bytes, to_si
 
-from ._running import INTERNAL_ERROR, report
+from ._options import variables_option
 from .fit import add_fit_arguments, name_of, write_calibration
 
 __all__ = ["add_parser", "run"]
-
-#: Default of ``--sizes``.
-SIZES = "4KiB:16MiB"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,8 +27,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "calibrate",
         help="measure collectives on this system and fit a cluster file (requires OneFlow)",
-        description="Measure collectives, transfers and matrix products on ranks of this machine, or on the ranks of a job that a "
-        "launcher has started, and fit a cluster file to them. Requires OneFlow.",
+        description="Measure collectives, transfers and matrix products, and fit a cluster file to them. The ranks run on this "
+        "machine; or on several hosts, with --hosts; or they are the N ranks of a job on M hosts, if the command itself runs on "
+        "each of them: srun -N M -n N autoddl calibrate ..., mpirun -np N autoddl calibrate ..., or anything that sets RANK, "
+        "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. A job on several hosts measures both network levels. Requires "
+        "OneFlow.",
     )
     parser.add_argument("-o", "--output", metavar="CLUSTER.json", help="write the cluster to this file")
     parser.add_argument(
@@ -49,10 +47,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="numbers of ranks on this machine, each measured in a job of its own (default: %(default)s)",
     )
     parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="type of device (default: cuda, if the base cluster has GPUs and OneFlow sees one)",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="NAME,...",
+        help="precisions in which products are measured (default: all that the device of the base cluster has a speed for)",
+    )
+    parser.add_argument(
         "--sizes",
-        default=SIZES,
         metavar="B,... or A:B",
-        help="message sizes, or a range from A to B in steps of a factor of 4 (default: %(default)s)",
+        help="message sizes, or a range from A to B in steps of a factor of 4 (default: 4KiB:16MiB, on GPUs 4KiB:256MiB)",
     )
     parser.add_argument(
         "--collectives", metavar="NAME,...", help="collectives to measure (default: all, and point-to-point transfers)"
@@ -70,20 +77,53 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="measure no matrix products; take the device from the base cluster",
     )
+    _add_host_options(parser)
     add_fit_arguments(parser)
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several hosts, as one job")
+    group.add_argument(
+        "--hosts",
+        metavar="H1:N,H2:N,...",
+        help="start N ranks over ssh on each of these hosts, which need the same Python, AutoDDL and working directory",
+    )
+    group.add_argument(
+        "--ssh", metavar="COMMAND", help="command that connects to hosts, with its options (default: ssh)"
+    )
+    group.add_argument("--python", metavar="PATH", help="path of Python on the hosts (default: that of this Python)")
+    group.add_argument(
+        "--master-address",
+        metavar="HOST",
+        help="address of the host of rank 0 (default: the address at which ssh reached it)",
+    )
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable of the ranks, such as NCCL_SOCKET_IFNAME=eth0; repeatable",
+    )
+    group.add_argument(
+        "--log-dir", metavar="DIR", help="folder of the log files, one per rank (default: autoddl-logs/TIME)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit a cluster, write it and print it."""
-    from autoddl.calib.campaign import is_in_job
     from autoddl.calib.measurements import COLLECTIVES
 
     from ..api.measuring import calibrate
+    from ..launching.interrupts import Interrupted
+    from ..launching.output import write_message
 
     path = arguments.samples or _default_samples(arguments.output)
     options: dict[str, Any] = {
         "ranks": [_whole("--ranks", part) for part in arguments.ranks.split(",")],
-        "sizes": _sizes(arguments.sizes),
+        "hosts": arguments.hosts.split(",") if arguments.hosts else None,
+        "device": arguments.device,
+        "precisions": arguments.precision.split(",") if arguments.precision else None,
+        "sizes": _sizes(arguments.sizes) if arguments.sizes else None,
         "collectives": arguments.collectives.split(",") if arguments.collectives else COLLECTIVES,
         "repetitions": arguments.repetitions,
         "budget_s": arguments.budget,
@@ -92,16 +132,20 @@ def run(arguments: argparse.Namespace) -> int:
         "name": name_of(arguments),
         "seed": arguments.seed,
         "quiet": arguments.quiet,
+        "ssh": arguments.ssh,
+        "python": arguments.python,
+        "master_address": arguments.master_address,
+        "environment": variables_option(arguments.env),
+        "log_dir": arguments.log_dir,
     }
     try:
         calibration = calibrate(path, **options)
-    except BaseException as error:
-        if not is_in_job():
-            raise
-        # Exit at once: a normal exit would wait for the other ranks, which wait for this one.
-        code = report(error)
-        sys.stderr.flush()
-        os._exit(1 if code == INTERNAL_ERROR else code)
+    except Interrupted as interrupted:
+        if not interrupted.is_reported:
+            write_message(
+                f"interrupted by {interrupted}; all ranks have been ended, and the samples in {path} are kept"
+            )
+        return 128 + interrupted.number
     if calibration is None:  # in a job, only rank 0 has the result
         return 0
     if not arguments.json:

@@ -17,7 +17,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "export",
         help="write a plan as a OneFlow model, a graph or a trace",
         description="Write a plan in another form. oneflow: a readable Python file that trains the model with the layouts of the "
-        "plan and does not need AutoDDL. json: the document of the plan, indented. graphml, dot: the layer graph with the "
+        "plan and does not need AutoDDL. oneflow-graph: the same for OneFlow's nn.Graph, "
+        "with global tensors. json: the document of the plan, indented. graphml, dot: the layer graph with the "
         "strategies. chrome-trace: the predicted step, for chrome://tracing and Perfetto.",
     )
     add_plan(parser)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.suggestions import did_you_mean
 
 from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S
-from ._options import add_edited, add_plan
+from ._options import add_edited, add_plan, variables_option
 
 __all__ = ["add_parser", "run"]
 
@@ -84,6 +81,11 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[=VALUE]",
         help="environment variable of the ranks; without a value, that of this environment; repeatable",
+    )
+    group.add_argument(
+        "--device",
+        metavar="TYPE",
+        help="type of device that the ranks compute on: 'cpu' runs a plan for GPUs on CPU ranks (default: that of the plan)",
     )
     group.add_argument(
         "--force",
@@ -199,7 +201,8 @@ def run(arguments: argparse.Namespace) -> int:
             checkpoints=arguments.checkpoints,
             log_dir=arguments.log_dir,
             directory=arguments.chdir or ".",
-            environment=_variables(arguments.env),
+            environment=variables_option(arguments.env),
+            device=arguments.device,
             force=arguments.force,
             dry_run=arguments.dry_run,
             with_oneflow=not arguments.without_oneflow,
@@ -222,19 +225,6 @@ def run(arguments: argparse.Namespace) -> int:
     if text and (arguments.dry_run or arguments.slurm):
         print(text)
     return 0
-
-
-def _variables(words: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of ``NAME=VALUE`` and of ``NAME``, whose value is that of this environment."""
-    variables = {}
-    for text in words:
-        name, equals, value = text.partition("=")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f"--env {text!r} should be NAME=VALUE, or NAME for its value in this environment")
-        if not equals and name not in os.environ:
-            raise UserError(f"--env {name}: the variable is not set in this environment; give {name}=VALUE")
-        variables[name] = value if equals else os.environ[name]
-    return variables
 
 
 def _discard_output() -> None:

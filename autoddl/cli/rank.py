@@ -27,6 +27,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="cluster that predicts the times, usually a calibrated cluster file (default: %(default)s)",
     )
     parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="type of device (default: cuda, if the cluster has GPUs and OneFlow sees one)",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="NAME",
+        help="precision of the training step (default: float32, on GPUs that of the cluster's device)",
+    )
+    parser.add_argument(
         "--batch", type=int, metavar="B", help="samples per training step over all ranks (default: 8 per rank)"
     )
     parser.add_argument(
@@ -72,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         model_of(arguments),
         ranks=arguments.ranks,
         cluster=arguments.cluster,
+        device=arguments.device,
+        precision=arguments.precision,
         batch=arguments.batch,
         strategies=arguments.strategies,
         rounds=arguments.rounds,

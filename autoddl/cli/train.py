@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 from inspect import signature
 
+from autoddl.costmodel.devices import DEVICE_TYPES
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.precision import PRECISIONS
 
 from ._options import (
     add_edited,
@@ -30,9 +32,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "train",
         help="train a plan, or a model with a pipeline schedule, on ranks of this machine (requires OneFlow)",
-        description="Train a plan, or a model with a pipeline schedule, on CPU ranks of this machine. Built-in models learn the "
-        "bytes of a text; other models bring their own data. Every worker of a schedule is one rank, or several ranks that share "
-        "the samples of each micro-batch. The exit code is 1 if a rank fails, and 2 if the last checkpoint cannot be written.",
+        description="Train a plan, or a model with a pipeline schedule, on ranks of this machine: on its GPUs, or on its CPU. "
+        "Built-in models learn the bytes of a text; other models bring their own data. Every worker of a schedule is one rank, or "
+        "several ranks that share the samples of each micro-batch. The exit code is 1 if a rank fails, and 2 if the last "
+        "checkpoint cannot be written.",
     )
     parser.add_argument(
         "subject",
@@ -122,6 +125,12 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--learning-rate", type=float, default=1e-3, metavar="LR", help="learning rate (default: %(default)g)"
+    )
+    group.add_argument(
+        "--device", choices=DEVICE_TYPES, help="type of device of the ranks (default: GPUs if this machine has any)"
+    )
+    group.add_argument(
+        "--precision", choices=tuple(PRECISIONS), help="precision of a model without a plan (default: float32)"
     )
     group.add_argument("--seed", type=int, default=0, help="seed of initial values and data (default: %(default)s)")
     group.add_argument(

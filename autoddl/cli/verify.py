@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from autoddl.costmodel.errors import UserError
 
+from ..executors import EXECUTORS
 from ._options import add_edited, add_json, add_plan, add_quiet, add_wide, print_result
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="time limit of the whole verification (default: %(default)g)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of initial values and data (default: %(default)s)")
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default=EXECUTORS[0],
+        help="what executes the plan: AutoDDL's collectives in eager mode, or OneFlow's nn.Graph (default: %(default)s)",
+    )
     add_wide(parser)
     add_json(parser)
     add_quiet(parser)
@@ -86,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                 full_size=arguments.full_size,
                 timeout_s=arguments.timeout,
                 seed=arguments.seed,
+                executor=arguments.executor,
                 progress=show_progress,
             )
     except RankError as error:

@@ -61,7 +61,14 @@ def explain_stages(
     """
     start, proof = time.perf_counter(), view.certificate
     first_stage = stage_group.stages[0]
-    table = stage_table(view.evaluation, first_stage, view.objective, view.memory_limit_bytes, view.strategy_space)
+    table = stage_table(
+        view.evaluation,
+        first_stage,
+        view.objective,
+        view.memory_limit_bytes,
+        view.strategy_space,
+        executor=view.plan.executor,
+    )
     problem = table.problem
     # Choices: group equal variables with equal strategies.
     groups = _equal_variables(problem, table.chosen)

@@ -92,5 +92,6 @@ def _split_state(state: float, workload: Workload) -> tuple[float, float, float]
     """Divide the bytes of the state into parameters (working and master copies), gradients and optimizer states."""
     per_element = workload.bytes_per_parameter
     gradients = state * workload.itemsize / per_element
-    optimizer = state * OPTIMIZERS[workload.optimizer] / per_element
+    states = OPTIMIZERS[workload.optimizer] * workload.types.master_itemsize
+    optimizer = state * states / per_element
     return state - gradients - optimizer, gradients, optimizer

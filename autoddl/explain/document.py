@@ -26,6 +26,7 @@ def explanation_document(explained: Explanation) -> dict[str, Any]:
         "version": 1,
         "model": view.model,
         "objective": view.objective,
+        "executor": view.plan.executor,
         "cost_s": view.cost_s,
         "step_s": view.step_s,
         "optimal": None if view.certificate is None else view.certificate.optimal,

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.graph_meshes import EAGER
+
+from ..plandocument import executor_of
 
 __all__ = [
     "Certificate",
@@ -112,10 +115,12 @@ class StrategySpace:
     Attributes:
         untied: whether every repetition of a block had a choice of its own.
         summa: whether linear layers could have Summa meshes.
+        executor: what executes the plan; strategies that it cannot execute were left out.
     """
 
     untied: bool = False
     summa: bool = False
+    executor: str = EAGER
 
 
 def strategy_space_of(fields: Fields) -> StrategySpace | None:
@@ -123,4 +128,4 @@ def strategy_space_of(fields: Fields) -> StrategySpace | None:
     if fields.get("options") is None:
         return None
     options = fields.object("options")
-    return StrategySpace(options.boolean("untied"), options.boolean("summa"))
+    return StrategySpace(options.boolean("untied"), options.boolean("summa"), executor_of(options))

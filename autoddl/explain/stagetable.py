@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph_meshes import EAGER, family_of
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
 from autoddl.pipelines.joint.evaluation import Evaluation, workload_of_stage
@@ -55,6 +56,7 @@ def stage_table(
     objective: str,
     memory_limit_bytes: float,
     space: StrategySpace | None = None,
+    executor: str = EAGER,
 ) -> LayerChoices:
     """Compute the table of one stage of a plan.
 
@@ -65,6 +67,7 @@ def stage_table(
         memory_limit_bytes: memory limit of a device.
         space: the strategies that the search could choose from.  If None, as for a plan that was edited, repetitions of a block are
             tied if they have equal strategies in the plan, and Summa meshes are offered if the plan has one.
+        executor: what executes the plan, if ``space`` is None.
 
     Raises:
         UserError: the strategies of the plan are not in the space.
@@ -75,7 +78,7 @@ def stage_table(
     >>> table.is_exact, [variable.name for variable in table.problem.variables]
     (True, ['fc1', 'fc2'])
     """
-    book, problem, chosen = _priced_space(evaluation, stage, objective, space)
+    book, problem, chosen = _priced_space(evaluation, stage, objective, space, executor)
     is_recomputed = evaluation.stages[stage].recompute_s > 0
     num_in_flight = 1.0 if is_recomputed else max(evaluation.in_flight[stage])
     if num_in_flight != 1:
@@ -91,7 +94,7 @@ def stage_table(
 
 
 def _priced_space(
-    evaluation: Evaluation, stage: int, objective: str, space: StrategySpace | None
+    evaluation: Evaluation, stage: int, objective: str, space: StrategySpace | None, executor: str
 ) -> tuple[PriceBook, Problem, tuple[int, ...]]:
     """The prices of a space for one stage, the table with the activations of one micro-batch, and the plan's options in it."""
     configuration, graph = evaluation.configuration, evaluation.stages[stage].graph.graph
@@ -100,7 +103,8 @@ def _priced_space(
     workload = workload_of_stage(configuration.workload, choice.recompute)
 
     def priced(space: StrategySpace) -> tuple[PriceBook, Problem, tuple[int, ...]]:
-        book = PriceBook(graph, devices, workload, space.untied, space.summa)
+        family = family_of(space.executor, choice.strategies.values(), devices.num_devices)
+        book = PriceBook(graph, devices, workload, space.untied, space.summa, executor=family)
         problem = book.problem(workload.batch, workload.micro_batch, objective)
         return book, problem, problem.choice(choice.strategies)
 
@@ -108,9 +112,9 @@ def _priced_space(
         return priced(space)
     has_summa = any(strategy.summa for strategy in choice.strategies.values())
     try:
-        return priced(StrategySpace(untied=False, summa=has_summa))
+        return priced(StrategySpace(False, has_summa, executor))
     except UserError:  # tied layers have different strategies
-        return priced(StrategySpace(untied=True, summa=has_summa))
+        return priced(StrategySpace(True, has_summa, executor))
 
 
 def _with_in_flight(problem: Problem, book: PriceBook, num_in_flight: float) -> Problem:

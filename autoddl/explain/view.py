@@ -152,7 +152,7 @@ def peak_share(graph: LayerGraph, cluster: Cluster, workload: Workload, rate: fl
 
     Forward and backward pass count 3 times the FLOPs of the forward pass; recomputation does not count.
     """
-    peak_flops = cluster.num_devices * cluster.device.peak_flops[workload.precision]
+    peak_flops = cluster.num_devices * cluster.device.peak(workload.precision)
     return 3 * graph.flops * rate / peak_flops
 
 

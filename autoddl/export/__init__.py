@@ -15,6 +15,7 @@ modules                                    contents
 :mod:`.assembling`                         the parts put together
 :mod:`.source`, :mod:`.writing`            texts of a plan as Python source; statements; line breaks
 :mod:`.scene`                              the plan, as all writers of a OneFlow file need it
+:mod:`.globaltensors`                      OneFlow files for ``nn.Graph``
 :mod:`.annotated`, :mod:`.drawings`        layer graph with the figures of a plan; GraphML and dot
 :mod:`.traces`                             predicted training step for chrome://tracing and Perfetto
 =========================================  ===============================================================================
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMS", "export"]
 
 #: The forms that `export` writes.
-FORMS = ("oneflow", "json", "graphml", "dot", "chrome-trace")
+FORMS = ("oneflow", "oneflow-graph", "json", "graphml", "dot", "chrome-trace")
 
 
 def export(plan: PlanFile, form: str, *, model: str = "") -> str:
@@ -58,6 +59,10 @@ def export(plan: PlanFile, form: str, *, model: str = "") -> str:
         from .oneflow import oneflow_text
 
         return oneflow_text(plan, model)
+    if form == "oneflow-graph":
+        from .globaltensors import graph_text
+
+        return graph_text(plan)
     if form == "json":
         return json.dumps(plan.document, indent=2, sort_keys=True, allow_nan=False) + "\n"
     if form in ("graphml", "dot"):

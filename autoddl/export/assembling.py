@@ -21,17 +21,29 @@ from . import templates
 from .library import library_text
 from .source import comment
 
-__all__ = ["RESERVED", "SBP_NAMES", "FileDraft", "aliases_of", "assembled", "axis_lines", "built_in_of", "check_graph"]
+__all__ = [
+    "RESERVED",
+    "SBP_NAMES",
+    "FileDraft",
+    "aliases_of",
+    "assembled",
+    "axis_lines",
+    "built_in_of",
+    "check_graph",
+    "names_defined_in",
+]
 
 #: Names of variables of exported files. Identifiers made from layer names must differ from them.
 RESERVED = (
     *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "factor", "expected"),
-    *("block_input", "stage_input", "placement", "RANKS", "WORKERS", "JOINT_STAGES", "SLOTS"),
+    *("block_input", "stage_input", "placement", "BACKEND", "RANKS", "WORKERS", "JOINT_STAGES", "SLOTS"),
 )
 #: Definitions of short names for OneFlow's SBP states.
 SBP_NAMES = "S0, S1, S2, S3 = map(flow.sbp.split, range(4))\nB = flow.sbp.broadcast"
 #: Library names that `FileDraft.plan` uses while Python loads the file; their definitions stand before it.
 _EARLY_NAMES = ("Axis", "Ranks")
+#: Library functions that it calls.
+_EARLY_CALLS = ("chosen_backend",)
 _EARLY_REMARK = """
 # Copied from AutoDDL's runtime. The rest of the library stands below the model."""
 _LIBRARY_REMARK = """
@@ -46,6 +58,7 @@ class FileDraft:
     Attributes:
         heading: docstring and comments at the top of the file.
         num_ranks: number of ranks that the file must be started with.
+        settings: constants of device and types.
         plan: constants: ranks, mesh axes and sizes.
         sections: (title, texts) of the parts between the plan and the library: the model and, for a pipeline, the schedule.
         main: functions that make the model, make data and train.
@@ -53,6 +66,7 @@ class FileDraft:
 
     heading: str
     num_ranks: int
+    settings: str
     plan: str
     sections: tuple[tuple[str, tuple[str, ...]], ...]
     main: str
@@ -60,14 +74,17 @@ class FileDraft:
 
 def assembled(draft: FileDraft) -> str:
     """Return the text of the file."""
-    own_text = "\n\n".join([draft.plan, *(text for _, texts in draft.sections for text in texts), draft.main])
-    library = library_text(_names_in(own_text), _EARLY_NAMES, _names_defined_in(own_text))
+    own_text = "\n\n".join(
+        [draft.settings, draft.plan, *(text for _, texts in draft.sections for text in texts), draft.main]
+    )
+    library = library_text(_names_in(own_text), _EARLY_NAMES, names_defined_in(own_text), _EARLY_CALLS)
     imports = _merged_imports(library.standard_imports, templates.IMPORTS)
     top = [
         *[draft.heading, ""],
         *["from __future__ import annotations", "", *imports, ""],
         *[templates.startup_text(draft.num_ranks), "", *library.installed_imports, ""],
-        _part_heading("Library: ranks and mesh axes") + _EARLY_REMARK,
+        *[draft.settings, ""],
+        _part_heading("Library: device, ranks, axes") + _EARLY_REMARK,
     ]
     parts = [
         "\n".join(top),
@@ -171,7 +188,7 @@ def _names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
-def _names_defined_in(text: str) -> set[str]:
+def names_defined_in(text: str) -> set[str]:
     """Return the names that the top-level statements of a text define."""
     names = set()
     for node in ast.parse(text).body:

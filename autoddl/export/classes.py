@@ -18,7 +18,7 @@ from .scene import Scene
 from .source import comment, literal
 from .writing import folded, indented
 
-__all__ = ["ClassOfLayers", "class_texts"]
+__all__ = ["ClassOfLayers", "block_sections", "class_texts"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Section:
     index: int = 0
 
 
-def _sections(graph: LayerGraph, layers: Sequence[Layer]) -> list[_Section]:
+def block_sections(graph: LayerGraph, layers: Sequence[Layer]) -> list[_Section]:
     """Divide layers into sections; repetitions of a block are one section each if the block can be a class."""
     # Layers in a row that belong to the same repetition.
     runs: list[_Section] = []
@@ -116,7 +116,7 @@ def class_texts(models: Sequence[ClassOfLayers]) -> list[str]:
     Args:
         models: the model, or all stages of a pipeline. Blocks with the same text share a class, even in different stages.
     """
-    sections_of = [_sections(model.scene.graph, model.layers) for model in models]
+    sections_of = [block_sections(model.scene.graph, model.layers) for model in models]
     # The text of each repetition, with placeholders for the name of the class and for the repetitions that it is for.
     templates: dict[int, str] = {}
     repetitions: dict[str, list[_Section]] = {}

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autoddl.costmodel.devices import CPU, DEVICE_TYPES, DEVICE_VARIABLE, GPU
+from autoddl.costmodel.precision import Precision
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.joint.evaluation import Evaluation
 
-from .source import comment
+from .source import comment, literal
 
 if TYPE_CHECKING:
     from ..planfile import PlanFile
 
-__all__ = ["heading_text"]
 
 _DOCSTRING = '''"""A OneFlow @what@ annotated with an AutoDDL plan, and its training loop. Written by `autoddl export`.
 
 The file needs OneFlow 0.9.0 and numpy, but not AutoDDL. Its parts are marked by lines `# ====`:
 
-    Library: ranks and mesh axes    the classes `Axis` and `Ranks`, which the next part uses
+    Library: device, ranks, axes    the classes `Backend`, `Ranks` and `Axis`, which the next part uses
     The plan                        @plan@ of this plan
     The model                       a class for each kind of repeated block, and @classes@
 @schedule@    The library                     functions and classes that @callers@, copied from AutoDDL's runtime
@@ -85,6 +86,42 @@ def heading_text(plan: PlanFile, origin: str) -> str:
     return "\n".join([docstring, *map(comment, lines)])
 
 
+def settings_text(plan: PlanFile) -> str:
+    """Return the constants of device and types, which stand below the imports."""
+    types = plan.workload.types
+    lines = [
+        comment(
+            f"The type of device, {' or '.join(DEVICE_TYPES)}; --device or the variable {DEVICE_VARIABLE} replaces it for a run."
+        ),
+        f"DEVICE = {literal(GPU if plan.cluster.has_gpus else CPU)}",
+        comment(
+            "The types of activations and of weights in products; of stored weights, optimizer states and statistics;"
+        ),
+        comment(
+            "and of gradient sums over ranks: flow.float16, flow.bfloat16 (from compute capability 8.0), flow.float32"
+        ),
+        f"TYPES = {_types_text(types)}",
+    ]
+    if types.has_masters:
+        lines += [
+            comment("The types on CPU ranks, which have no kernels for half precision."),
+            f"CPU_TYPES = {_types_text(types.on_cpu())}",
+            comment("Whether losses are scaled, so that small gradients do not become zero; float16 needs it."),
+            f"SCALES_LOSSES = {types.scales_losses}",
+        ]
+    return "\n".join(lines)
+
+
+def backend_text(plan: PlanFile) -> str:
+    """Return the definition of ``BACKEND``, which the constants of the plan begin with."""
+    has_masters = plan.workload.types.has_masters
+    return f"BACKEND = chosen_backend(DEVICE, TYPES{', CPU_TYPES, SCALES_LOSSES' if has_masters else ''})"
+
+
+def _types_text(types: Precision) -> str:
+    return ", ".join(f"flow.{name}" for name in (types.compute, types.master, types.communication))
+
+
 def _schedule_lines(evaluation: Evaluation) -> list[str]:
     schedule = evaluation.schedule
     label = evaluation.configuration.schedule.label
@@ -103,7 +140,7 @@ def _recomputation(evaluation: Evaluation) -> str:
 
 
 def _price_lines(evaluation: Evaluation, precision: str) -> list[str]:
-    remark = "" if precision == "float32" else f" (in {precision} precision; this file computes in float32)"
+    remark = "" if precision == "float32" else f" in {precision} precision"
     step, compute = format_seconds(evaluation.step_s), format_seconds(evaluation.compute_s)
     sent, memory = format_bytes(evaluation.sent_bytes), format_bytes(evaluation.memory_bytes)
     if len(evaluation.stages) == 1:

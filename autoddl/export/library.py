@@ -26,16 +26,21 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.pipeline.slot_stages": "Stages of a worker",
     f"{_PARTS}.pipeline": "The pipeline",
     f"{_PARTS}.parameters": "Parameters of layers",
+    f"{_PARTS}.device": "The choice of device",
     f"{_PARTS}.plain": "The plain model",
     f"{_PARTS}.training": "Parameter values and data",
     f"{_RUNTIME}.train_steps": "Training steps",
+    f"{_RUNTIME}.updates": "Optimizer steps on master weights",
+    f"{_RUNTIME}.loss_scaling": "Scales of losses",
     f"{_RUNTIME}.operations": "Computations of layers on one rank",
     f"{_RUNTIME}.attending": "Attention",
+    f"{_RUNTIME}.norms": "Norms",
     f"{_RUNTIME}.losses": "Losses",
     f"{_RUNTIME}.rows": "Sums along rows",
     f"{_RUNTIME}.facts": "Properties of the plain model",
     f"{_RUNTIME}.parameters": "Global tensors and sums of their gradients",
     f"{_RUNTIME}.comm.layouts": "Layouts: the elements that each rank holds",
+    f"{_RUNTIME}.backend": "Devices and types",
     f"{_RUNTIME}.stepping": "The ranks",
     f"{_RUNTIME}.comm.collectives": "Collectives along one mesh axis",
     f"{_RUNTIME}.comm.mesh": "Mesh axes of the job",
@@ -57,12 +62,15 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.pipeline.waiting": "Waiting for computations",
     f"{_RUNTIME}.pipeline.report": "Measurements",
     "autoddl.pipelines.schedule": "Schedules",
+    f"{_RUNTIME}.ranks.devices": "GPUs of ranks",
     f"{_RUNTIME}.samples": "Samples",
     f"{_RUNTIME}.detaching": "Tensors without their history",
+    f"{_RUNTIME}.graph.modules": "Layers on global tensors",
     f"{_RUNTIME}.models": "Initial values",
     "autoddl.costmodel.crossing": "Messages between stages",
     "autoddl.costmodel.distribution": "Mesh axes",
     "autoddl.costmodel.strategy": "Mesh axes of strategies",
+    "autoddl.costmodel.devices": "Types of devices",
     "autoddl.costmodel.errors": "Errors",
     "autoddl.costmodel.limits": "Limits",
 }
@@ -89,13 +97,16 @@ class LibraryText:
     sections: tuple[tuple[str, str], ...]
 
 
-def library_text(used_names: Iterable[str], early_names: Iterable[str], own_names: Iterable[str]) -> LibraryText:
+def library_text(
+    used_names: Iterable[str], early_names: Iterable[str], own_names: Iterable[str], early_calls: Iterable[str] = ()
+) -> LibraryText:
     """Return the library of a file.
 
     Args:
         used_names: names that the file uses.
         early_names: names that the file uses while Python loads it, outside of functions.
         own_names: names that the file defines itself.
+        early_calls: functions that the file calls while Python loads it.
 
     >>> library = library_text({"prime_factors"}, (), ())
     >>> [title for title, text in library.sections]
@@ -103,9 +114,12 @@ def library_text(used_names: Iterable[str], early_names: Iterable[str], own_name
     """
     own_names, used_names, early_names = frozenset(own_names), set(used_names), set(early_names)
     excluded = own_names | _ONEFLOW_NAMES
-    needed = _needed_definitions(used_names | early_names, excluded)
+    early_calls = set(early_calls)
+    needed = _needed_definitions(used_names | early_names | early_calls, excluded)
     early = [definition for definition in needed if definition.names <= _COMMON_NAMES]
-    early += _needed_definitions(early_names, excluded, only_early=True)
+    early_definitions = _needed_definitions(early_names, excluded, only_early=True)
+    called = _needed_definitions(early_calls, excluded)
+    early += [one for one in needed if one in early_definitions or one in called]
     late = [definition for definition in needed if definition not in early]
     # Imports of other packages: those that the file's own text uses, and those that the definitions use.
     imports = {"flow": ("oneflow", ""), **{name: _origin_of(name) for name in used_names & _imported_names()}}

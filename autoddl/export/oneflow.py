@@ -29,7 +29,7 @@ from ..staging import stage_plans
 from ..zoo.builtin import BuiltIn
 from .assembling import RESERVED, SBP_NAMES, FileDraft, aliases_of, assembled, axis_lines, built_in_of, check_graph
 from .classes import ClassOfLayers, class_texts
-from .heading import heading_text
+from .heading import backend_text, heading_text, settings_text
 from .pipelined import PipelineParts
 from .scene import ONE_STAGE, PIPELINE, Scene
 from .sharedweights import SharedWeights
@@ -62,7 +62,8 @@ def oneflow_text(plan: PlanFile, model: str = "") -> str:
     draft = FileDraft(
         heading=heading_text(plan, built_in.family if built_in else model),
         num_ranks=sum(plan.evaluation.schedule.widths),
-        plan=parts.constants_text(scenes),  # after the classes, which determine the mesh axes
+        settings=settings_text(plan),
+        plan=f"{backend_text(plan)}\n{parts.constants_text(scenes)}",  # after the classes, which determine the mesh axes
         sections=(("The model", tuple(classes)), *parts.schedule_sections()),
         main=main_text(scenes[0], model, parts.calls),
     )
@@ -120,7 +121,7 @@ class _OneStageParts:
     def constants_text(self, scenes: Sequence[Scene]) -> str:
         """Return the constants of the plan. The classes have to be written before: they determine the mesh axes."""
         (scene,) = scenes
-        lines = [f"RANKS = Ranks({scene.num_ranks})", SBP_NAMES]
+        lines = [f"RANKS = Ranks({scene.num_ranks}, BACKEND)", SBP_NAMES]
         if scene.common_mesh is not None:
             lines += [
                 comment("The mesh that parameters are placed on. An SBP signature has a state for each of its axes."),

@@ -81,7 +81,10 @@ class PipelineParts:
             ),
             *([shared] if shared else []),
             instructions_text(
-                self._pipeline, [layout.is_joint for layout in self._layouts], self._shared.sharing_stages
+                self._pipeline,
+                [layout.is_joint for layout in self._layouts],
+                self._shared.sharing_stages,
+                agrees=self._plan.workload.types.scales_losses,
             ),
         )
         return (("The schedule", texts),)
@@ -118,7 +121,7 @@ class PipelineParts:
             "JOB_RANK = flow.env.get_rank()",
             "WORKER = next(worker for worker, ranks in enumerate(WORKERS) if JOB_RANK in ranks)",
             comment("The ranks of this rank's worker, numbered from 0."),
-            "RANKS = Ranks(len(WORKERS[WORKER]), WORKERS[WORKER][0])",
+            "RANKS = Ranks(len(WORKERS[WORKER]), BACKEND, WORKERS[WORKER][0])",
         ]
         return "\n".join([*lines, SBP_NAMES])
 

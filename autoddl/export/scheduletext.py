@@ -41,6 +41,7 @@ _LEGEND = {
     "R": "2R5    recomputation: its forward pass again, from the kept input",
     ">": "2F5>3  send the result of 2F5 to worker 3; 2F5<1: receive it from worker 1",
     "A": "2A0    sum the gradients of stage 2 for update 0 over ranks; 0&3A0: of the weights that stages 0 and 3 share",
+    "V": "V0     agree with all workers whether update 0 is skipped, since gradients are infinite; 2V0: with the worker's ranks",
     "U": "2U0    update 0 of stage 2: version 0 of its weights becomes version 1",
     "K": "2K0    the same update, but version 0 is kept for later tasks",
     "D": "2D0    free version 0 of the weights of stage 2",
@@ -94,15 +95,18 @@ def boundaries_text(graph: LayerGraph, stages: Sequence[StagePlan], columns: Seq
     return "\n".join([*lines, "    ]"])
 
 
-def instructions_text(priced: Evaluation, is_joint: Sequence[bool], sharing_stages: Collection[tuple[int, ...]]) -> str:
+def instructions_text(
+    priced: Evaluation, is_joint: Sequence[bool], sharing_stages: Collection[tuple[int, ...]], agrees: bool
+) -> str:
     """Return the list ``INSTRUCTIONS`` of the file, with a legend and the predicted timeline.
 
     Args:
         priced: the evaluated plan.
         is_joint: for each stage, whether its ranks communicate with each other while they compute.
         sharing_stages: groups of stages that share a weight.
+        agrees: whether workers agree on each update whether it is skipped, since gradients are not finite.
     """
-    programs = _programs(priced, is_joint, sharing_stages)
+    programs = _programs(priced, is_joint, sharing_stages, agrees)
     letters = {letter for program in programs for word in program for letter in word if letter in _LEGEND}
     lines = [
         "The instructions of each worker, in order. Messages have the same order on all workers, so no deadlock occurs."
@@ -129,11 +133,11 @@ def _timeline(priced: Evaluation) -> list[str]:
 
 
 def _programs(
-    priced: Evaluation, is_joint: Sequence[bool], sharing_stages: Collection[tuple[int, ...]]
+    priced: Evaluation, is_joint: Sequence[bool], sharing_stages: Collection[tuple[int, ...]], agrees: bool
 ) -> list[list[str]]:
     """Return the instructions of each worker: the actions of the same schedule on workers of one rank each."""
     one_rank = rows_over(1)
     schedule = replace(priced.schedule, widths=(1,) * priced.schedule.num_workers)
     layouts = tuple(StageLayout(one_rank, one_rank, 1, 1, joint) for joint in is_joint)
-    lowered = lower_with_timeline(Holding(schedule, 1, layouts), priced.timeline, tied=sharing_stages)
+    lowered = lower_with_timeline(Holding(schedule, 1, layouts), priced.timeline, tied=sharing_stages, agrees=agrees)
     return [[word_of(action) for action in program] for program in lowered.programs]

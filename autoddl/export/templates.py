@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=@steps@, help="number of training steps (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=@rate@, help="learning rate of the optimizer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initial values and data (%(default)s)")
+    parser.add_argument("--device", help="type of device, in place of DEVICE")  # read by chosen_backend
 @state_options@@data_options@    return parser.parse_args()
 
 
@@ -74,16 +75,17 @@ _MODEL_BUILD = '''def build(seed: int = 0@argument@) -> Model:
 
 _MODEL_MAIN = '''def main(options: argparse.Namespace) -> None:
     """Train for the given number of steps."""
+    take_device(BACKEND)
 @prepare@    model = build(options.seed@plain_argument@)
 @check_before@    if options.load:
         with np.load(options.load) as file:
             load_plain_state(model, file)
     optimizer = make_optimizer(model.parameters(), @optimizer@, options.learning_rate)
-    for step in range(options.steps):
+@scaler@    for step in range(options.steps):
         numbers = range(step * NUM_MICRO_BATCHES, (step + 1) * NUM_MICRO_BATCHES)
-        loss = train_step(model, [@selected@batch(options.seed, number@batch_value@)@end@ for number in numbers])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # accumulating into gradients of zero would communicate
+        batches = [@selected@batch(options.seed, number@batch_value@)@end@ for number in numbers]
+        loss = train_step(model, batches@scale@)
+        update_parameters(optimizer, all_parameters(model), RANKS, @scaler_name@)
         if RANKS.rank == 0:
             print(f"step {step + 1}: loss {loss:.6f}", flush=True)
     if options.save:
@@ -121,6 +123,7 @@ _PIPELINE_BUILD = '''def build(seed: int = 0, optimizer: str = @optimizer@, lear
 
 _PIPELINE_MAIN = '''def main(options: argparse.Namespace) -> None:
     """Train for the given number of steps; each run of the schedule makes one or several steps."""
+    take_device(BACKEND)
     num_updates, num_micro_batches = schedule().num_updates, schedule().num_micro_batches
     if options.steps % num_updates:
         raise ValueError(
@@ -188,6 +191,7 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
         "plain": "",
         "plain_argument": "",
         "prepare": "",
+        **(_SCALED_VALUES if scene.workload.types.scales_losses else _UNSCALED_VALUES),
         "rate": "0.001" if optimizer == "adam" else "0.01",
         "selected": "",
         "set_values": f"initialize({'replica.module' if pipeline else 'model'}, seed)",
@@ -198,6 +202,13 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
     return _filled(_MAIN, {**values, **parts})
 
 
+#: Values of the placeholders of the training loop, with and without a scale of the loss.
+_SCALED_VALUES = {
+    "scaler": "    scaler = LossScaler()\n",
+    "scaler_name": "scaler",
+    "scale": ", scaler.scale",
+}
+_UNSCALED_VALUES = {"scaler": "", "scaler_name": "None", "scale": ""}
 #: Values of the placeholders of a file without a pipeline.
 _MODEL_VALUES = {"build": _MODEL_BUILD, "main": _MODEL_MAIN, "state_options": _MODEL_OPTIONS, "steps": "10"}
 

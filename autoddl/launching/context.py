@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE
 from autoddl.costmodel.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,11 +28,12 @@ class Launched:
     Attributes:
         rank: of this process.
         num_ranks: of the job.
-        local_rank: of this process among those of its host; the index of its device.
+        local_rank: index of its device among those that it sees.
         plan_path: the plan that the job was launched with.
         restart: number of times that the job has been restarted.
         checkpoints: folder for checkpoints; None if the user gave none.
         is_edited: whether an edited plan is accepted.
+        device: type of device that the ranks compute on, as OneFlow calls it.
     """
 
     rank: int
@@ -41,6 +43,7 @@ class Launched:
     restart: int
     checkpoints: Path | None
     is_edited: bool = False
+    device: str = CPU
 
     def load_plan(self) -> PlanFile:
         """Load the plan of the job."""
@@ -91,4 +94,5 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
         restart=int(environ.get("AUTODDL_RESTART", "0")),
         checkpoints=Path(checkpoints) if checkpoints else None,
         is_edited="AUTODDL_EDITED" in environ,
+        device=environ.get(DEVICE_VARIABLE, CPU),
     )

@@ -1,6 +1,7 @@
-"""The facts about a host, gathered on the host itself: OneFlow, devices, memory, and the files of the job.
+"""The facts about a host, gathered on the host itself: OneFlow, devices, memory, network, and the files of the job.
 
-Nothing slow is loaded: OneFlow's version is read from its metadata, and GPUs are listed by ``nvidia-smi`` if it is installed.
+OneFlow is not loaded: its version is read from its metadata, and what it was built for from its files. GPUs are listed by
+``nvidia-smi`` if it is installed.
 """
 
 from __future__ import annotations
@@ -10,20 +11,50 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import socket
-import subprocess
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.ranks.gpus import VISIBLE_VARIABLE, Gpu, list_gpus
 
-__all__ = ["HostFacts", "digest", "gather_facts"]
+from .interfaces import IFNAME_VARIABLE, Interface, list_interfaces
+from .oneflowbuild import OneFlowBuild, oneflow_build
 
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-_NVIDIA_SMI_PATIENCE_S = 30.0
+__all__ = ["GpuFacts", "HostFacts", "digest", "gather_facts"]
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """The facts about a host that only a job on GPUs needs.
+
+    Attributes:
+        gpus: all GPUs of the host that its processes may open.
+        visible_devices: value of CUDA_VISIBLE_DEVICES; None if it is not set.
+        build: what OneFlow was built for.
+        interfaces: network interfaces.
+        ifname: value of NCCL_SOCKET_IFNAME; None if it is not set.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    visible_devices: str | None = None
+    build: OneFlowBuild = field(default_factory=OneFlowBuild)
+    interfaces: tuple[Interface, ...] = ()
+    ifname: str | None = None
+
+    @staticmethod
+    def of_document(document: Mapping[str, Any]) -> GpuFacts:
+        """Facts from JSON."""
+        build: dict[str, Any] = dict(document["build"])
+        return GpuFacts(
+            tuple(Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in document["gpus"]),
+            document["visible_devices"],
+            OneFlowBuild(build.pop("cuda"), **{name: tuple(values) for name, values in build.items()}),
+            tuple(Interface(**interface) for interface in document["interfaces"]),
+            document["ifname"],
+        )
 
 
 @dataclass(frozen=True)
@@ -36,12 +67,12 @@ class HostFacts:
         autoddl: version of AutoDDL.
         oneflow: version of OneFlow; "" if it is not installed.
         oneflow_fault: why OneFlow cannot be used; "" if it can.
-        gpu_memory_bytes: memory of each GPU that ranks may use.
         free_memory_bytes: available memory of the host.
         digests: SHA-256 of each file of the job; "" if the file does not exist on this host.
         directory: working directory of the ranks.
         has_directory: whether it exists.
         address: address at which the launcher reached this host; "" for the launching machine.
+        gpu_facts: of a job on GPUs; None for other jobs.
     """
 
     name: str
@@ -49,12 +80,12 @@ class HostFacts:
     autoddl: str
     oneflow: str
     oneflow_fault: str
-    gpu_memory_bytes: tuple[int, ...]
     free_memory_bytes: int
     digests: dict[str, str]
     directory: str
     has_directory: bool
     address: str
+    gpu_facts: GpuFacts | None = None
 
     def document(self) -> dict[str, Any]:
         """The facts as JSON."""
@@ -63,17 +94,21 @@ class HostFacts:
     @staticmethod
     def of_document(document: dict[str, Any]) -> HostFacts:
         """Facts from JSON. Missing and unknown fields are ignored, so that other versions of AutoDDL can be recognised."""
-        empty: dict[str, Any] = asdict(HostFacts("", "", "", "", "", (), 0, {}, "", False, ""))
+        empty: dict[str, Any] = asdict(HostFacts("", "", "", "", "", 0, {}, "", False, ""))
         known = {name: document.get(name, value) for name, value in empty.items()}
-        return HostFacts(**{**known, "gpu_memory_bytes": tuple(known["gpu_memory_bytes"])})
+        gpu_facts = known["gpu_facts"]
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return HostFacts(**{**known, "gpu_facts": gpu_facts and GpuFacts.of_document(gpu_facts)})
+        return HostFacts(**{**known, "gpu_facts": None})
 
 
-def gather_facts(directory: str, files: Sequence[str]) -> HostFacts:
+def gather_facts(directory: str, files: Sequence[str], *, on_gpus: bool = False) -> HostFacts:
     """Gather the facts about this host.
 
     Args:
         directory: working directory of the ranks.
         files: paths of the files to digest.
+        on_gpus: whether the job runs on GPUs.
     """
     available = is_available()
     return HostFacts(
@@ -82,12 +117,22 @@ def gather_facts(directory: str, files: Sequence[str]) -> HostFacts:
         autoddl=_version("autoddl"),
         oneflow=_version("oneflow"),
         oneflow_fault=available.reason,
-        gpu_memory_bytes=_gpus(),
         free_memory_bytes=_free_memory(),
         digests={path: digest(path) for path in files},
         directory=directory,
         has_directory=os.path.isdir(directory),
         address=_own_address(),
+        gpu_facts=_gpu_facts() if on_gpus else None,
+    )
+
+
+def _gpu_facts() -> GpuFacts:
+    return GpuFacts(
+        list_gpus(),
+        os.environ.get(VISIBLE_VARIABLE),
+        oneflow_build(),
+        list_interfaces(),
+        os.environ.get(IFNAME_VARIABLE),
     )
 
 
@@ -104,29 +149,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _gpus() -> tuple[int, ...]:
-    """Memory [bytes] of each NVIDIA GPU that CUDA_VISIBLE_DEVICES allows."""
-    if shutil.which(_NVIDIA_SMI[0]) is None:
-        return ()
-    try:
-        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_PATIENCE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    sizes = [int(line) << 20 for line in done.stdout.split() if line.isdigit()] if done.returncode == 0 else []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(sizes)
-    chosen = []
-    for name in visible.split(","):
-        if name.strip().isdigit():
-            if int(name) >= len(sizes):
-                break  # as CUDA does: devices after an invalid index are invisible
-            chosen.append(sizes[int(name)])
-        elif name.strip():
-            chosen.append(min(sizes, default=0))  # named by its UUID
-    return tuple(chosen)
 
 
 def _free_memory() -> int:

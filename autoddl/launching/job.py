@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autoddl.costmodel.devices import DEVICE_VARIABLE
+from autoddl.pipelines.runtime.ranks.ownnodes import OWN_NODES_VARIABLE
+
 from .demands import Demands
 from .heartbeat import HeartbeatTimes
 from .hosts import Placement
@@ -29,10 +32,10 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Job:
-    """A script to run on all ranks of a plan.
+    """A script to run on all ranks of a plan, or of a measuring job.
 
     Attributes:
-        plan: absolute path, the same on every host.
+        plan: absolute path, the same on every host; None: the script needs no plan.
         script: absolute path, the same on every host.
         arguments: arguments of the script.
         demands: requirements of the plan.
@@ -57,7 +60,7 @@ class Job:
         forced: accept hosts that differ from the plan's cluster.
     """
 
-    plan: Path
+    plan: Path | None
     script: Path
     arguments: tuple[str, ...]
     demands: Demands
@@ -85,25 +88,44 @@ class Job:
         return self.demands.num_ranks
 
     @property
+    def files(self) -> list[str]:
+        """The files that every host needs."""
+        return [str(path) for path in (self.plan, self.script) if path is not None]
+
+    @property
     def is_local(self) -> bool:
         """Whether all ranks are on this machine, so that no address has to be reachable from other hosts."""
         return self.rendezvous is None and all(placement.host.is_local for placement in self.placements)
 
+    @property
+    def has_own_nodes(self) -> bool:
+        """Whether each rank has to be a node of its own for OneFlow, which expects equally many ranks on each host, numbered host
+        by host."""
+        sizes = {len(placement.ranks) for placement in self.placements}
+        return self.with_oneflow and bool(self.demands.stray_worker or (self.rendezvous is None and len(sizes) > 1))
+
     def rank_variables(self, restart: int) -> dict[str, str]:
         """The variables that describe the job to a script (`autoddl.launched` reads them), and the user's own."""
-        variables = {"AUTODDL_PLAN": str(self.plan), "AUTODDL_RESTART": str(restart)}
+        variables = {"AUTODDL_RESTART": str(restart)}
+        if self.plan is not None:
+            variables["AUTODDL_PLAN"] = str(self.plan)
         if self.checkpoints is not None:
             variables["AUTODDL_CHECKPOINTS"] = str(self.checkpoints)
         if self.is_edited:
             variables["AUTODDL_EDITED"] = "1"
+        if self.demands.device_type:
+            variables[DEVICE_VARIABLE] = self.demands.device_type
+        if self.has_own_nodes:
+            variables[OWN_NODES_VARIABLE] = "1"
         return {**variables, **self.environment}
 
     def local_rank(self, placement: Placement, rank: int) -> int:
         """``LOCAL_RANK`` of a rank: its position on the host if ranks are numbered host by host.
 
         OneFlow identifies ranks by (node, ``LOCAL_RANK``) and assumes that numbering. If a pipeline numbers ranks differently,
-        each gets the position that OneFlow expects; otherwise OneFlow would not find it in a placement.
+        each gets the position that OneFlow expects; otherwise OneFlow would not find it in a placement. A rank that is a node of
+        its own has its position on the host here, by which it chooses its GPU.
         """
-        if self.demands.devices:
+        if self.demands.devices and not self.has_own_nodes:
             return rank % self.demands.devices_per_node
         return self.local_ranks.get(rank, placement.ranks.index(rank))

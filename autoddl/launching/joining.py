@@ -1,4 +1,4 @@
-"""Joining a job that another launcher starts: Slurm's ``srun``, OpenMPI's ``mpirun``, or any that sets RANK and WORLD_SIZE.
+"""Joining a job that another launcher starts: Slurm's ``srun``, ``mpirun`` of OpenMPI, MPICH or Intel, or any that sets RANK.
 
 Each of its processes is one rank, identified by its environment:
 
@@ -6,6 +6,7 @@ Each of its processes is one rank, identified by its environment:
     OpenMPI      OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK   MASTER_ADDR; this host if it has all
     others       RANK                   WORLD_SIZE             LOCAL_RANK                   MASTER_ADDR, MASTER_PORT
     Slurm        SLURM_PROCID           SLURM_NTASKS           SLURM_LOCALID                first of SLURM_STEP_NODELIST
+    MPICH, Intel PMI_RANK               PMI_SIZE               MPI_LOCALRANKID              MASTER_ADDR; this host if it has all
 
 MASTER_ADDR and MASTER_PORT take precedence if they are set. Without MASTER_PORT the port is derived from the job's number, so
 that all ranks use the same one without communication. It is below the ports that the system assigns.
@@ -73,6 +74,8 @@ def find_membership(environ: Mapping[str, str]) -> Membership | None:
         return _plain(environ)
     if in_slurm_step(environ):
         return _slurm(environ)
+    if "PMI_RANK" in environ:
+        return _mpich(environ)
     return None
 
 
@@ -97,6 +100,19 @@ def _openmpi(environ: Mapping[str, str]) -> Membership:
     )
     rank, local_rank = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
     return _member("OpenMPI", rank, num_ranks, local_rank, num_local, None, Rendezvous(address, _port(environ, seed)))
+
+
+def _mpich(environ: Mapping[str, str]) -> Membership:
+    """Hydra starts the ranks of MPICH and Intel.  It gives jobs no name: jobs at once on one host need a MASTER_PORT each."""
+    num_ranks, num_local = _number(environ, "PMI_SIZE"), _number(environ, "MPI_LOCALNRANKS")
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if num_local == num_ranks else "")
+    if not address:
+        raise UserError(
+            "mpirun has ranks on several hosts and MASTER_ADDR is not set; give it: mpirun -genv MASTER_ADDR HOST ..."
+        )
+    rank, local_rank = _number(environ, "PMI_RANK"), _number(environ, "MPI_LOCALRANKID")
+    rendezvous = Rendezvous(address, _port(environ, environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", "")))
+    return _member("MPICH", rank, num_ranks, local_rank, num_local, None, rendezvous)
 
 
 def _plain(environ: Mapping[str, str]) -> Membership:

@@ -13,20 +13,23 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.ranks.failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
 
 from .connection import Connection, supervisor_command
-from .demands import UnmetDemand, differences
+from .demands import differences
 from .facts import HostFacts, gather_facts
+from .gpuchecks import nccl_interface
 from .heartbeat import HeartbeatThread
 from .hosts import Placement
+from .interfaces import IFNAME_VARIABLE, Interface
 from .interrupts import InterruptCounter, Interrupted
 from .job import Job, Rendezvous
 from .lines import Message
 from .output import RankOutput
+from .unmet import UnmetDemand
 
 __all__ = ["HostError", "run_session"]
 
@@ -71,6 +74,8 @@ class _Session:
         self._hosts: list[tuple[Placement, Connection]] = []
         self._selector = selectors.DefaultSelector()
         self._facts: dict[str, HostFacts] = {}
+        self._servers: dict[str, Message] = {}
+        self._probed: dict[str, Message] = {}
         self._port: int | None = None
         self._is_listening = False
         self._ready: set[int] = set()
@@ -95,7 +100,8 @@ class _Session:
             connection = Connection(host, supervisor_command(host, job.python, sys.executable, job.ssh, job.heartbeat))
             self._hosts.append((placement, connection))
             self._selector.register(connection, selectors.EVENT_READ, (placement, connection))
-            connection.send("look", directory=str(job.directory), files=[str(job.plan), str(job.script)])
+            on_gpus = {"on_gpus": True} if job.demands.on_gpus else {}  # only then: other versions do not know it
+            connection.send("look", directory=str(job.directory), files=job.files, **on_gpus)
         self._heartbeat.start()
         deadline = time.monotonic() + _CONNECT_SECONDS
         while len(self._facts) < len(self._hosts):
@@ -112,16 +118,67 @@ class _Session:
                 raise HostError(f"host {silent[0]} cannot be used: it has not answered within {_CONNECT_SECONDS:g} s")
 
     def check(self) -> None:
-        """Check that all hosts meet the job's requirements."""
+        """Check that all hosts meet the job's requirements, and that NCCL can connect them."""
         job = self._job
-        own = gather_facts(str(job.directory), [str(job.plan), str(job.script)])
+        own = gather_facts(str(job.directory), job.files)
         facts = [self._facts[placement.host.name] for placement in job.placements]
-        found = list(differences(job.demands, job.placements, facts, own, with_oneflow=job.with_oneflow))
-        for difference in found:
-            if not (job.forced and difference.can_be_forced):
-                raise UserError(_refusal(difference, found))
+        first = job.placements[0]
+        found = differences(
+            job.demands,
+            job.placements,
+            facts,
+            own,
+            with_oneflow=job.with_oneflow,
+            environment=job.environment,
+            joined_as=None if job.rendezvous is None else job.local_rank(first, first.ranks[0]),
+        )
+        self._refuse(list(found))
+        if job.demands.on_gpus and job.with_oneflow and len(self._hosts) > 1:
+            self._refuse(self._probe_network())
+
+    def _refuse(self, found: Sequence[UnmetDemand]) -> None:
+        """Refuse the job for the first difference that is neither a warning nor forced; say the others."""
+        unmet = [difference for difference in found if not difference.is_warning]
+        for difference in unmet:
+            if not (self._job.forced and difference.can_be_forced):
+                raise UserError(_refusal(difference, unmet))
         for difference in found:
             self._say(f"{difference.text}; continuing anyway")
+
+    def _probe_network(self) -> list[UnmetDemand]:
+        """Let all hosts connect to each other over the interfaces that NCCL uses."""
+        interfaces: dict[str, Interface] = {}
+        for placement, _ in self._hosts:
+            gpu_facts = self._facts[placement.host.name].gpu_facts
+            found = None if gpu_facts is None else nccl_interface(gpu_facts, self._job.environment)
+            if found is not None:
+                interfaces[placement.host.name] = found
+        probed = [(p.host.name, connection) for p, connection in self._hosts if p.host.name in interfaces]
+        for name, connection in probed:
+            connection.send("listen", address=interfaces[name].address)
+        self._await_answers(self._servers, len(probed))
+        targets = [
+            {"host": name, "address": interfaces[name].address, "port": server["port"], "token": server["token"]}
+            for name, server in self._servers.items()
+        ]
+        for name, connection in probed:
+            others = [target for target in targets if target["host"] != name]
+            connection.send("probe", source=interfaces[name].address, targets=others)
+        self._await_answers(self._probed, len(probed))
+        return [
+            UnmetDemand(
+                f"host {name} does not reach host {target} from {interfaces[name].name} ({interfaces[name].address}) "
+                f"at {interfaces[target].address}: {fault}; {IFNAME_VARIABLE} should name an interface on which all "
+                "hosts reach each other",
+                can_be_forced=True,
+            )
+            for name, answer in self._probed.items()
+            for target, fault in answer["faults"].items()
+        ]
+
+    def _await_answers(self, answers: Mapping[str, Message], number: int) -> None:
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        self._wait_until(lambda: len(answers) >= number, deadline, "hosts do not answer about their network")
 
     def start(self) -> None:
         """Start all ranks and wait until they have joined."""
@@ -259,6 +316,10 @@ class _Session:
             self._parted.add(message["rank"])
         elif kind == "facts":
             self._facts[host] = HostFacts.of_document(message["facts"])
+        elif kind == "probing":
+            self._servers[host] = message
+        elif kind == "probed":
+            self._probed[host] = message
         elif kind == "reserved":
             self._port = message["port"]
         elif kind == "listening":
@@ -364,6 +425,6 @@ def _host_variables(job: Job, placement: Placement) -> dict[str, str]:
     return {} if job.rendezvous is not None else {"LOCAL_WORLD_SIZE": str(len(placement.ranks))}
 
 
-def _refusal(first: UnmetDemand, found: list[UnmetDemand]) -> str:
+def _refusal(first: UnmetDemand, found: Sequence[UnmetDemand]) -> str:
     more = len(found) - 1
     return f"{first.text} (and {more} more difference{'s' if more > 1 else ''})" if more else first.text

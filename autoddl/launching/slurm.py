@@ -8,6 +8,7 @@ tasks when one fails.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -26,6 +27,10 @@ __all__ = ["StepError", "batch_script", "in_allocation", "launch_command", "run_
 # As for supervisors: a folder "autoddl" in the working directory must not hide the package.
 _START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
 _REFUSED = 2
+#: Variables of an allocation whose steps bind each task to GPUs of its own.
+_GPU_BINDINGS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU")
+#: Options of sbatch that set the order of tasks.
+_DISTRIBUTION = re.compile(r"(?:--distribution|-m)(?![= ]*(?:block|\*))", re.IGNORECASE)
 _TICK_SECONDS = 0.1
 _SUBMIT_SECONDS = 120.0  # sbatch itself retries for some time if the controller does not answer
 _STEP_END_SECONDS = 30.0  # how long Slurm may take to end a step, in addition to the ranks' own time
@@ -60,6 +65,7 @@ def launch_command(job: Job, *, max_restarts: int) -> list[str]:
         "--grace": f"{job.grace_s:g}",
         "--host-timeout": f"{job.heartbeat.host_timeout_s:g}",
         "--max-restarts": max_restarts,
+        "--device": None if job.demands.on_gpus else job.demands.device_type or None,
     }
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
     words += [f"--env={name}={value}" for name, value in job.environment.items()]
@@ -76,7 +82,8 @@ def batch_script(job: Job, options: Sequence[str]) -> str:
         options: additional options of sbatch, such as ``--partition=gpu``.
 
     Raises:
-        UserError: an option does not begin with a dash, or contains a line break, which would end its line in the script.
+        UserError: an option does not begin with a dash, or contains a line break, which would end its line in the script, or it
+            numbers ranks otherwise than node by node.
     """
     demands = job.demands
     asked = [
@@ -89,6 +96,10 @@ def batch_script(job: Job, options: Sequence[str]) -> str:
     for option in options:
         if not option.startswith("-"):
             raise UserError(f"slurm_options: {option!r} should begin with a dash, such as --partition=gpu")
+        if _DISTRIBUTION.match(option):
+            raise UserError(
+                f"slurm_options: {option!r} should be left out: a plan's ranks are numbered node by node (block)"
+            )
     for option in [*asked, *options]:
         if len(option.splitlines()) > 1:
             raise UserError(f"sbatch option {option!r} contains a line break")
@@ -141,6 +152,8 @@ def step_command(job: Job) -> list[str]:
         "--distribution=block:block",
         "--kill-on-bad-exit=1",
         "--cpu-bind=none",
+        # Each task sees all GPUs of the step on its node, even if the allocation asks for GPUs by task.
+        *(["--gpu-bind=none"] if demands.on_gpus and any(name in os.environ for name in _GPU_BINDINGS) else []),
         "--input=none",
         "--unbuffered",
         *launch_command(job, max_restarts=0),

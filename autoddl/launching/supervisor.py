@@ -4,7 +4,9 @@ It is started once per host (over ssh, or directly on the launching machine) and
 (:mod:`.lines`):
 
     launcher                                        supervisor
-    look {directory, files}                         facts {...}
+    look {directory, files, on_gpus}                facts {...}
+    listen {address}                                probing {port, token, fault}
+    probe {source, targets}                         probed {faults}
     reserve {address}                               reserved {port}
     start {ranks: environments, ...}                listening {} once rank 0 does, if it is on this host
     load {}                                         ready {rank}
@@ -52,6 +54,7 @@ from autoddl.pipelines.runtime.ranks.rank import write_job
 
 from .facts import gather_facts
 from .heartbeat import DEFAULT_HOST_TIMEOUT_S, HeartbeatThread, HeartbeatTimes
+from .interfaces import ProbeServer, Target, probe
 from .lines import LineReader, LineSender, Message
 
 __all__ = ["main"]
@@ -131,6 +134,7 @@ class _Supervisor:
         self._failed: set[int] = set()
         self._holder: socket.socket | None = None
         self._awaited_port: int | None = None
+        self._probe_server: ProbeServer | None = None
 
     # ---- Messages ---------------------------------------------------------------------------------------------------
 
@@ -154,8 +158,20 @@ class _Supervisor:
     def _do_alive(self, **_: Any) -> None:
         """A heartbeat needs no answer."""
 
-    def _do_look(self, directory: str, files: list[str]) -> None:
-        self._send("facts", facts=gather_facts(directory, files).document())
+    def _do_look(self, directory: str, files: list[str], on_gpus: bool = False) -> None:
+        self._send("facts", facts=gather_facts(directory, files, on_gpus=on_gpus).document())
+
+    def _do_listen(self, address: str) -> None:
+        port, token, fault = 0, "", ""
+        try:
+            self._probe_server = ProbeServer(address)
+            port, token = self._probe_server.port, self._probe_server.token
+        except OSError as error:
+            fault = error.strerror or str(error)
+        self._send("probing", port=port, token=token, fault=fault)
+
+    def _do_probe(self, source: str, targets: list[dict[str, Any]]) -> None:
+        self._send("probed", faults=probe(source, [Target(**target) for target in targets]))
 
     def _do_reserve(self, address: str) -> None:
         self._holder = reserve_port(address)
@@ -173,6 +189,8 @@ class _Supervisor:
         with_oneflow: bool,
         local_ranks: list[int],
     ) -> None:
+        if self._probe_server is not None:
+            self._probe_server.close()
         for number, (rank, local_rank) in enumerate(zip(ranks, local_ranks)):
             log = _LogTail()
             self._ranks.start(

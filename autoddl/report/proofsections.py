@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.graph_meshes import EAGER, LEFT_OUT
 from autoddl.costmodel.units import format_bytes, format_count, format_seconds
 
 from ..explain import PlanView, RivalFigures
@@ -131,6 +132,8 @@ def certificate_section(view: PlanView) -> Section:
 def _excluded_options(view: PlanView) -> list[tuple[str, str]]:
     """Return the fact on strategies that the options of the search excluded, if there are any."""
     space = view.strategy_space
+    if space is not None and space.executor != EAGER:
+        return [("Excluded", f"{LEFT_OUT}; executor={EAGER!r} includes them")]
     return [] if space is None or space.summa else [("Excluded", "Summa meshes; summa=True includes them")]
 
 
@@ -244,8 +247,9 @@ def provenance_section(view: PlanView) -> Section:
         ("Micro-batch", f"{workload.micro_batch:,}, {workload.num_micro_batches:,} per step"),
         ("Precision, optimizer", f"{workload.precision}, {workload.optimizer}"),
         ("Recomputation", view.recomputation),
+        ("Executor", view.plan.executor),
         ("Device", f"{device.name}, {format_bytes(device.memory_bytes)}"),
-        ("Peak", f"{device.peak_flops[workload.precision] / 1e12:,.4g} TFLOP/s, {device.efficiency:.0%} reached"),
+        ("Peak", f"{device.peak(workload.precision) / 1e12:,.4g} TFLOP/s, {device.efficiency:.0%} reached"),
         ("Memory bandwidth", f"{device.memory_bandwidth / 1e9:,.4g} GB/s"),
     ]
     for level in cluster.levels:

@@ -32,6 +32,7 @@ def comparison_text(exact: Planned, rows: Sequence[Row]) -> Text:
                 Table.of(_columns(exact), feasible),
                 *(f"  {row['name']}: {row['infeasible']}" for row in rows if "infeasible" in row),
                 *([f"  {exact.left_out}"] if exact.left_out else []),
+                *(f"  {note}" for note in exact.notes),
             ],
         )
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..explain import Alternative, Choice, Explanation, PlanView, StepPart
@@ -35,7 +36,8 @@ def _heading(view: PlanView) -> Section:
     minimised = ""
     if view.objective == "communication":
         minimised = f", of it {format_seconds(view.communication_s)} communication (minimised)"
-    return [view.heading, f"  {format_seconds(view.step_s)} per step{minimised}, {view.verdict}"]
+    executed = "" if view.plan.executor == EAGER else f", executor {view.plan.executor}"
+    return [view.heading, f"  {format_seconds(view.step_s)} per step{minimised}, {view.verdict}{executed}"]
 
 
 def _step_parts(view: PlanView) -> Section:

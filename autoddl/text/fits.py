@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoddl.calib.clusterfile import Fit, errors_of_cluster, quality_of
-from autoddl.calib.device import DeviceFit
+from autoddl.calib.clusterfile import BothLevels, Fit, both_levels, errors_of_cluster, quality_of
+from autoddl.calib.device import DeviceFit, work_term
 from autoddl.calib.fit import UNDISTURBED, FormTrial, HeldOut, LevelFit
 from autoddl.calib.forms import Key
 from autoddl.calib.measurements import Sample
@@ -21,8 +21,13 @@ from .tables import Column, Section, Table, Text
 __all__ = ["crowding_remarks", "errors_section", "errors_text", "fit_text"]
 
 
-def fit_text(fit: Fit) -> Text:
-    """Return formulas tried, parameters and held-out errors for each network level, and the fit of the device if there is one."""
+def fit_text(fit: Fit, cluster: Cluster | None = None) -> Text:
+    """Return formulas tried, parameters and held-out errors for each network level, and the fit of the device if there is one.
+
+    Args:
+        fit: the fit.
+        cluster: the fitted cluster, with which groups on both levels are compared; None: leave them out.
+    """
     sections: list[Section] = []
     for level in fit.levels:
         errors = errors_section(f"Held-out message sizes, {level.level}", level.held_out)
@@ -31,6 +36,8 @@ def fit_text(fit: Fit) -> Text:
             _parameters(level),
             [*errors, *crowding_remarks(level), *_disturbance(fit, level.level)],
         ]
+    if cluster is not None and (both := both_levels(cluster, fit.samples)):
+        sections.append(_both_levels(both))
     if fit.device is not None:
         sections.append(_device(fit.device))
     return Text(tuple(sections))
@@ -199,14 +206,38 @@ def _disturbance(fit: Fit, level: str) -> Iterable[str]:
         yield f"  other processes used more than {UNDISTURBED:.0%} of the cores during {disturbed:.0%} of the samples"
 
 
+def _both_levels(compared: Sequence[BothLevels]) -> Section:
+    """Return a table of collectives over all ranks of several hosts: in one step as measured, and in steps as plans run them."""
+    columns: tuple[Column[BothLevels], ...] = (
+        Column("collective", lambda one: one.point.collective),
+        Column("ranks", lambda one: str(one.point.ranks), right=True),
+        Column("message size", lambda one: format_bytes(one.point.num_bytes), right=True),
+        Column("at once", lambda one: format_seconds(one.point.seconds), right=True),
+        Column("by level", lambda one: format_seconds(one.by_level_s), right=True),
+    )
+    remark = (
+        "  at once: one collective over all ranks, measured; by level: the steps of plans, one level each, by this fit"
+    )
+    rows = sorted(compared, key=lambda one: (one.point.collective, one.point.num_bytes))
+    return ["Both levels", Table.of(columns, rows), remark]
+
+
+def _flops(work: float) -> str:
+    """The rate of products of a time per FLOP."""
+    return f"{1e-9 / work:.3g} GFLOP/s" if work else "unlimited"
+
+
 # ---- The device --------------------------------------------------------------------------------------------------------------
 
 
 def _device(fit: DeviceFit) -> Section:
     rows = []
+    products = [
+        (work_term(rate), f"products in {rate}" if len(fit.rates) > 1 else "products", _flops) for rate in fit.rates
+    ]
     for term, name, show in (
         ("launch", "one operation", format_seconds),
-        ("work", "products", lambda value: f"{1e-9 / value:.3g} GFLOP/s" if value else "unlimited"),
+        *products,
         ("memory", "memory", _rate),
         ("crowding", "each excess rank per core", lambda value: f"+{value:.0%}"),
     ):

@@ -14,6 +14,7 @@ from functools import cached_property
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster, Level
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted, format_bytes, format_count, format_ranges, format_seconds
 from autoddl.costmodel.workload import Workload
@@ -67,7 +68,9 @@ def _heading(result: PlanResult) -> Section:
     spec, mesh = configuration.schedule, configuration.mesh
     if not result.evaluation.has_pipeline:
         recomputed = "no recomputation" if configuration.stages[0].recompute == "none" else "activations recomputed"
-        lines = heading_section(result.graph, result.cluster, configuration.workload, f", {recomputed}")
+        executor = result.options.base.executor
+        executed = "" if executor == EAGER else f", executor {executor}"
+        lines = heading_section(result.graph, result.cluster, configuration.workload, f", {recomputed}{executed}")
         if result.options.pipeline is None:
             return lines
         return [*lines, f"  one stage on all {result.cluster.num_devices} devices: no pipeline"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autoddl.costmodel.devices import GPU
 from autoddl.costmodel.units import counted, format_values
 from autoddl.pipelines.draw import to_rows
 from autoddl.pipelines.generators import ScheduleFamily
@@ -80,7 +81,9 @@ def training_text(options: TrainingOptions, result: TrainingResult, timeline: bo
             "schedule",
             f"{schedule.name}: {counted(schedule.num_stages, 'stage')} on {counted(sum(schedule.widths), 'rank')}",
         ),
+        ("computed", _computed(result)),
         ("steps", f"{result.first_step + 1} to {result.first_step + len(result.losses)}"),
+        *([("skipped", f"{run.num_skipped} steps, whose gradients overflowed")] if run.num_skipped else []),
         ("loss", f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}"),
         (f"{options.problem.unit} per second", f"{result.units_per_s:,.0f}"),
         ("peak activations", f"{format_values(run.peak_activations)} (micro-batches, per worker)"),
@@ -88,6 +91,13 @@ def training_text(options: TrainingOptions, result: TrainingResult, timeline: bo
         ("between stages", _sent(options, run)),
     ]
     return Text(([facts(figures)], *(timelines(run.timeline) if timeline else ())))
+
+
+def _computed(result: TrainingResult) -> str:
+    """Where the ranks ran, and in which types."""
+    compute, master = result.types
+    types = compute if compute == master else f"{compute} with {master} masters"
+    return f"on {'GPUs' if result.device == GPU else 'CPU ranks'}, in {types}"
 
 
 def _sent(options: TrainingOptions, run: PipelineReport) -> str:

@@ -9,6 +9,7 @@ from operator import methodcaller
 from autoddl.costmodel.units import counted, format_bytes
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 
+from ..executors import GRAPH
 from ..verification.prediction import PHASES
 from ..verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification, largest_error, total_of
 from .layers import legend, place, repeated
@@ -32,16 +33,21 @@ def _heading(result: Verification) -> Section:
         where = f"in {schedule.num_stages} stages on {schedule.num_workers} workers of {widths} ranks, {schedule.name}"
     passes = f" in {workload.num_micro_batches} micro-batches" if workload.num_micro_batches > 1 else ""
     lines: list[Block] = [f"{result.model} {where}, against one device"]
-    lines.append(f"  batch {workload.batch}{passes}, float32" + (", recomputed" if workload.recompute else ""))
+    lines.append(
+        f"  batch {workload.batch}{passes}, {workload.types.compute}" + (", recomputed" if workload.recompute else "")
+    )
     if result.changes:
         stages = "every layer" if schedule.num_stages == 1 else "every stage and layer"
         lines.append(f"  scaled down to fit this machine, {stages} at its planned strategy:")
         changes = tuple((change.what, change.before, "->", change.after) for change in result.changes)
         lines.append(Table(_CHANGES, changes, indent="    "))
     lines += [f"  {note}" for note in result.notes]
+    if result.executor == GRAPH:
+        lines.append("  executed inside OneFlow's nn.Graph; bytes are counted for the whole step only")
     if result.not_counted_because:
         lines.append(f"  bytes were not counted: {result.not_counted_because}")
-        lines.append("  (the steps that ran are still compared with the priced steps)")
+        if result.executor != GRAPH:
+            lines.append("  (the steps that ran are still compared with the priced steps)")
     return lines
 
 
@@ -102,7 +108,8 @@ def _phases(result: Verification) -> Sequence[str]:
 
 
 def _layers(result: Verification) -> Section:
-    what = "sent" if not result.not_counted_because else "predicted, not counted"
+    is_counted = not (result.not_counted_because or result.layers_not_counted_because)
+    what = "sent" if is_counted else "predicted, not counted"
     where = "by all ranks" if len(result.stages) == 1 else "inside the stage by its ranks"
     of = "half a micro-batch" if slots_per_micro_batch(result.schedule) > 1 else "one micro-batch"
     once = "; gradients once per step" if "gradient" in _phases(result) else ""

@@ -45,6 +45,7 @@ def compare(
         not_counted_because: Why bytes were not counted; "" if they were.
     """
     schedule, ranks = fitted.schedule, RankMap(fitted.schedule.widths)
+    number_bytes = fitted.scaled.workload.types.master_itemsize
     workers = [
         _RankGroup(steps, [results[rank].run_steps for rank in ranks.ranks_of(worker)])
         for worker, steps in enumerate(prediction.workers)
@@ -62,7 +63,7 @@ def compare(
         gradients=_value_checks(reference.gradients, [result.gradient_errors for result in results]),
         parameters=_value_checks(reference.parameters, [result.parameter_errors for result in results]),
         between=PhaseCheck(sum(prediction.between), sum(result.boundary_bytes for result in results)),
-        step=_phase_check(workers, results[0].run_bytes, prediction.transfers),
+        step=_phase_check(workers, results[0].run_bytes, number_bytes, prediction.transfers),
         not_counted_because=not_counted_because,
         notes=_notes(plan, fitted),
     )
@@ -90,9 +91,17 @@ def _smaller(count: int | None, recount: int) -> int | None:
 def _notes(plan: PlanFile, fitted: FittedPlan) -> tuple[str, ...]:
     """Return the differences between the plan and its execution that the user should know of."""
     notes, delays = [], fitted.schedule.delays
-    if plan.workload.precision != "float32":
+    if plan.cluster.has_gpus:
+        notes.append("the plan is for GPUs; here CPU ranks run it")
+    types, here = plan.workload.types, fitted.scaled.workload.types
+    if here != types and not here.has_masters:
         notes.append(
-            f"the plan is for {plan.workload.precision} precision; CPU ranks run, and bytes are priced, in float32"
+            f"{types.name} precision runs in {here.compute} inside nn.Graph on CPU ranks; bytes are priced for it"
+        )
+    elif here != types:
+        notes.append(
+            f"{types.name} precision, {types.compute} with {types.master} masters, runs as {here.compute} with {here.master} "
+            "masters, the types that CPU ranks have; bytes are priced for them"
         )
     if any("dropout" in layer.epilogue for layer in fitted.scaled.graph.layers):
         notes.append("dropout is off, since it is random")
@@ -155,6 +164,7 @@ def _stage(fitted: FittedPlan, prediction: Prediction, number: int, results: Seq
         key = (section.layer, section.phase)
         payload_bytes[key] = payload_bytes.get(key, 0) + (section.payload_bytes or 0)
     is_counted = results[0].run_bytes is not None
+    number_bytes = fitted.scaled.workload.types.master_itemsize
     layers = []
     for layer in stage.layers(graph):
         phases = {}
@@ -162,7 +172,7 @@ def _stage(fitted: FittedPlan, prediction: Prediction, number: int, results: Seq
             key = (layer.name, phase)
             if key in prediction.sections:
                 group = _RankGroup(prediction.sections[key], [steps.get(key, []) for steps in executed_steps])
-                phases[phase] = _phase_check([group], payload_bytes.get(key, 0) if is_counted else None)
+                phases[phase] = _phase_check([group], payload_bytes.get(key, 0) if is_counted else None, number_bytes)
         own_parameters = tuple(parameter.name for parameter in layer.parameters if parameter.tied_to is None)
         strategy = stage.strategies[layer.name]
         layers.append(LayerCheck(layer.name, layer.kind, layer.block, layer.role, strategy, phases, own_parameters))
@@ -183,13 +193,14 @@ class _RankGroup:
 
 
 def _phase_check(
-    groups: Sequence[_RankGroup], payload_bytes: float | None, transfers: Sent | None = None
+    groups: Sequence[_RankGroup], payload_bytes: float | None, number_bytes: int, transfers: Sent | None = None
 ) -> PhaseCheck:
     """Compare the steps and the bytes of one phase, or of a whole run.
 
     Args:
         groups: All ranks that take part.
         payload_bytes: Bytes that all ranks sent, without the headers of packets.  None if bytes were not counted.
+        number_bytes: Bytes of a single number of the master type.
         transfers: Predicted point-to-point transfers, which are no communication steps.
     """
     transfers = transfers or Sent()
@@ -205,7 +216,9 @@ def _phase_check(
             missing += [str(step) for step in not_executed if str(step) not in missing]
             unexpected += [str(step) for step in not_expected if str(step) not in unexpected]
         predicted_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.priced)
-        unpriced_bytes += MESSAGE_BYTES * sum(sent_messages(step) for steps in group.executed for step in steps)
+        unpriced_bytes += MESSAGE_BYTES * sum(
+            sent_messages(step, number_bytes) for steps in group.executed for step in steps
+        )
         unpriced_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.unpriced)
     sent_bytes = None if payload_bytes is None else payload_bytes - unpriced_bytes
     return PhaseCheck(predicted_bytes, sent_bytes, tuple(missing), tuple(unexpected))

@@ -22,6 +22,7 @@ def verification_document(verification: Verification) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "model": verification.model,
+        "executor": verification.executor,
         "verdict": "right" if verification.is_right else "off",
         "faults": list(verification.faults),
         "schedule": verification.schedule.name,

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, GRAPH
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted
-from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.stage.plan import StagePlan
@@ -32,7 +32,7 @@ from ..zoo.builtin import BuiltIn
 from .scaling import Change, Limits, PipelineConstraints, ScaledModel, scale, without_stages
 from .task import MIN_STEPS
 
-__all__ = ["FittedPlan", "chosen_workers", "fit_plan", "in_float32"]
+__all__ = ["FittedPlan", "chosen_workers", "fit_plan"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class _RemainingWorkers:
         return make_schedule(spec, self.widths, self.recomputing, MIN_STEPS)
 
 
-def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn | None) -> FittedPlan:
+def fit_plan(
+    plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn | None, executor: str = EAGER
+) -> FittedPlan:
     """Return a plan that fits the number of ranks and the limits.
 
     Args:
@@ -83,6 +85,7 @@ def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn |
         num_ranks: Number of ranks.
         limits: Memory and FLOPs that all ranks together may use.
         built_in: The plan's model if it is a built-in one; None if a user's function returns it.
+        executor: What executes the plan. nn.Graph on CPU ranks computes in single precision, and a batch at a time.
 
     Raises:
         UserError: If the plan cannot be executed on this number of ranks with its strategies, or is too large for the limits.
@@ -90,7 +93,7 @@ def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn |
     # 1. Stages.
     stages, workers = stage_plans(plan), _remaining_workers(plan, num_ranks)
     # 2. Schedule: with the plan's number of micro-batches, and with the smallest one.
-    num_micro_batches = workers.spec.num_micro_batches
+    num_micro_batches = 1 if executor == GRAPH else workers.spec.num_micro_batches
     smaller_numbers = _smaller_numbers_of_micro_batches(num_micro_batches, len(workers.widths))
     schedule = _first_schedule(workers, (num_micro_batches, *smaller_numbers))
     if schedule is None:
@@ -100,7 +103,9 @@ def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn |
     graph, strategies, built_in, stage_of = _remaining_model(plan, stages, workers, num_ranks, built_in)
     size = plan.workload.micro_batch
     recompute = all(stage.recompute for stage in stages)
-    workload = replace(in_float32(plan.workload), batch=size * schedule.update_period, recompute=recompute)
+    precision = "float32" if executor == GRAPH else plan.workload.types.on_cpu().name
+    batch = size * schedule.update_period
+    workload = replace(plan.workload, precision=precision, batch=batch, recompute=recompute)
     constraints = PipelineConstraints(
         stage_of,
         _entries(stages, workers.stages),
@@ -126,11 +131,6 @@ def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn |
         _scaled_stages(scaled, [stages[number] for number in workers.stages]),
         schedule,
     )
-
-
-def in_float32(workload: Workload) -> Workload:
-    """Return the workload in float32, the precision of CPU ranks."""
-    return replace(workload, precision="float32")
 
 
 # ---- Stages ----------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ gradient            the sum of the layer's gradients, once per update.  Only a p
 
 In a run of the schedule, a stage sums the gradients of all its layers as one vector.
 
-All bytes are those of float32, whatever precision the plan is for: CPU ranks cannot communicate tensors of half precision.
+All bytes are those of the types in which CPU ranks run the plan: they cannot communicate tensors of half precision.
 """
 
 from __future__ import annotations
@@ -26,13 +26,21 @@ from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.precision import Precision
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.redistribution import steps as steps_of
 from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
-from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, gradient_sums, layer_steps, passes, stage_traffic
+from autoddl.pipelines.runtime.pipeline.stage_traffic import (
+    Sent,
+    agreements,
+    gradient_sums,
+    layer_steps,
+    passes,
+    stage_traffic,
+)
 
 from .fitting import FittedPlan
 
@@ -50,8 +58,8 @@ __all__ = [
 #: Phases of a layer, in the order of execution.
 PHASES = ("forward", "backward", "gradient")
 Steps = tuple[Step, ...]
-#: Bytes of one float32 element.
-_ITEMSIZE = 4
+#: Bytes of an element of gradient sums: CPU ranks sum gradients in single precision.
+_SUMMED_ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Prediction:
         gradients: Bytes that all ranks of each stage send to sum gradients during one run.
         between: Bytes that cross each boundary between stages during one run, in both directions.
         workers: Steps of each rank of each worker during one run.
-        transfers: All point-to-point transfers of one run: those between stages, and those of gradient sums.
+        transfers: Further transfers of one run: those between stages, those of gradient sums, and decisions on skipped updates.
     """
 
     sections: Mapping[tuple[str, str], RankSteps]
@@ -103,12 +111,13 @@ def predict(fitted: FittedPlan) -> Prediction:
     """
     graph, stages, schedule, workload = fitted.scaled.graph, fitted.stages, fitted.schedule, fitted.scaled.workload
     sections = _sections(fitted)
-    between = stage_traffic(schedule, graph, stages, workload.micro_batch).between
+    types = workload.types
+    between = stage_traffic(schedule, graph, stages, workload.micro_batch, types).between
     inside, gradients = [0.0] * len(stages), [0.0] * len(stages)
     workers = [RankSteps()] * schedule.num_workers
-    transfers = sum(between, Sent())
+    transfers = sum(between, agreements(schedule, types))
     slots = slots_per_micro_batch(schedule)
-    outputs = RankSteps(unpriced=output_steps(graph, fitted.scaled.strategies, workload.micro_batch // slots))
+    outputs = RankSteps(unpriced=output_steps(graph, fitted.scaled.strategies, workload.micro_batch // slots, types))
     for worker in range(schedule.num_workers):
         for _, number in schedule.stages_on(worker):
             stage = stages[number]
@@ -121,7 +130,7 @@ def predict(fitted: FittedPlan) -> Prediction:
             if number == len(stages) - 1:
                 pass_steps += outputs * counts[0]  # the loss of a model without one is computed from its whole output
             # Sums of gradients: one for the whole stage.
-            steps, update_transfers = gradient_sums(graph, stages, number, schedule.num_pipelines)
+            steps, update_transfers = gradient_sums(graph, stages, number, schedule.num_pipelines, types)
             gradient_steps = RankSteps(_without_idle(steps)) * schedule.num_updates
             gradient_transfers = update_transfers * schedule.num_updates
             workers[worker] += pass_steps + gradient_steps
@@ -135,9 +144,12 @@ def predict(fitted: FittedPlan) -> Prediction:
 def _sections(fitted: FittedPlan) -> dict[tuple[str, str], RankSteps]:
     """Return `Prediction.sections`."""
     graph, schedule, strategies = fitted.scaled.graph, fitted.schedule, fitted.scaled.strategies
-    priced = layer_steps(schedule, graph, fitted.stages, fitted.scaled.workload.micro_batch)
+    workload = fitted.scaled.workload
+    priced = layer_steps(schedule, graph, fitted.stages, workload.micro_batch, workload.types)
     return {
-        (name, phase): RankSteps(_without_idle(steps), unpriced_steps(graph[name], strategies[name], phase))
+        (name, phase): RankSteps(
+            _without_idle(steps), unpriced_steps(graph[name], strategies[name], phase, workload.types)
+        )
         for (name, phase), steps in priced.items()
         if phase != "gradient" or len(fitted.stages) == 1
     }
@@ -148,22 +160,23 @@ def _sent_bytes(steps: RankSteps, num_ranks: int) -> float:
     return num_ranks * sum(step.mean_sent_bytes for step in steps.priced)
 
 
-def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
+def unpriced_steps(layer: Layer, strategy: Strategy, phase: str, types: Precision) -> Steps:
     """Return the steps of a layer's phase that the cost model leaves out.
 
     These are the all-reduce of the mean loss, which is a single number, and the gradients of the biases of a Summa layer.
     """
     if phase == "forward" and kind_of(layer.kind).is_loss:
-        return _without_idle([Step(Collective.ALL_REDUCE, axis, _ITEMSIZE) for axis in strategy.axes(0)])
+        return _without_idle([Step(Collective.ALL_REDUCE, axis, types.master_itemsize) for axis in strategy.axes(0)])
     if phase == "forward" and layer.is_loss:
-        return _without_idle([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), _ITEMSIZE)])
+        return _without_idle([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), types.master_itemsize)])
     if phase == "gradient" and strategy.summa:
         biases = sum(p.num_elements for p in layer.parameters if len(p.shape) == 1)
-        return _without_idle(all_reduce_steps(strategy.axes(0), _ITEMSIZE * biases / strategy.p1)) if biases else ()
+        nbytes = types.communication_itemsize * biases / strategy.p1
+        return _without_idle(all_reduce_steps(strategy.axes(0), nbytes)) if biases else ()
     return ()
 
 
-def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samples: int) -> Steps:
+def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samples: int, types: Precision) -> Steps:
     """Return the steps that gather the output of a model without a loss on every rank of its last stage, for one slot.
 
     The cost model leaves these steps out, since the use of the output is not part of the plan.
@@ -174,7 +187,7 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samp
     layout = strategies[last.name].activations
     gathered = Distribution(layout.axes, (Broadcast(),) * len(layout.axes))
     shape = edge_shape(last, num_samples)
-    num_bytes = _ITEMSIZE * num_samples * last.output_elements
+    num_bytes = types.itemsize * num_samples * last.output_elements
     return _without_idle(steps_of(redistribute(layout, gathered, shape), num_bytes))
 
 
@@ -206,7 +219,7 @@ def _equal_up_to_padding(step: Step, other: Step) -> bool:
     if (step.collective, step.axis.size, step.axis.stride) != (other.collective, other.axis.size, other.axis.stride):
         return False
     # A vector that is summed over several levels is padded to a whole number of elements per rank.
-    padding_bytes = _ITEMSIZE * step.axis.size
+    padding_bytes = _SUMMED_ITEMSIZE * step.axis.size
     return (
         abs(step.nbytes - other.nbytes) <= padding_bytes
         and abs(step.sent_bytes - other.sent_bytes) <= 2 * padding_bytes

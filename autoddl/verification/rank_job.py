@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.collectives import Step
+from autoddl.pipelines.runtime.backend import HOST
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.ranks.rank import report
@@ -40,7 +41,16 @@ from ..zoo.modules import build_module, make_batch
 from .running import Arrays, PlanRun, loss_of, make_optimizer
 from .task import ByteCounts, MeasuredSection, RankResult, ReferenceResult, VerificationTask, gradient_step, num_steps
 
-__all__ = ["count_again", "relative_errors", "run_plan", "run_reference"]
+__all__ = [
+    "count_again",
+    "load_reference",
+    "make_model",
+    "relative_errors",
+    "run_plan",
+    "run_reference",
+    "step_data",
+    "with_prefix",
+]
 
 flow: Any = load_oneflow()
 
@@ -60,7 +70,7 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
         data = step_data(task, examples, step)
         # Forward and backward with delayed parameters, update of the newest parameters.
         versions.load_delayed(step)
-        loss = loss_of(module(*map(flow.tensor, data)))
+        loss = loss_of(module(*map(HOST.tensor, data)))
         loss.backward()
         versions.load_newest()
         gradients = {name: _to_array(p.grad) for name, p in module.named_parameters() if p.grad is not None}
@@ -77,8 +87,8 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
     np.savez(_reference_file(task), **values)
     return ReferenceResult(
         losses=tuple(losses),
-        gradients=tuple(_with_prefix("gradient", values)),
-        parameters=tuple(_with_prefix("final", values)),
+        gradients=tuple(with_prefix("gradient", values)),
+        parameters=tuple(with_prefix("final", values)),
     )
 
 
@@ -139,9 +149,9 @@ def run_plan(task: VerificationTask) -> RankResult:
             run_steps, boundary_bytes = tuple(log), run.boundary_bytes
         for update, loss in enumerate(run.losses()):
             if len(losses) == gradient_step(task.schedule):
-                gradient_errors = _errors_of_held(run.gradients(update), _with_prefix("gradient", reference))
+                gradient_errors = _errors_of_held(run.gradients(update), with_prefix("gradient", reference))
             losses.append(loss)
-    parameter_errors = _errors_of_held(run.parameters(), _with_prefix("final", reference))
+    parameter_errors = _errors_of_held(run.parameters(), with_prefix("final", reference))
     return RankResult(tuple(losses), gradient_errors, parameter_errors, sections, run_steps, boundary_bytes, run_bytes)
 
 
@@ -154,13 +164,18 @@ def count_again(task: VerificationTask) -> ByteCounts:
     return ByteCounts(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes)
 
 
+def load_reference(task: VerificationTask) -> Arrays:
+    """Return the saved values of the reference."""
+    with np.load(_reference_file(task)) as file:
+        return {name: file[name] for name in file.files}
+
+
 def _load_reference_and_plan(task: VerificationTask) -> tuple[Arrays, PlanRun]:
     """Return the saved values of the reference, and the plan with the same initial values."""
-    with np.load(_reference_file(task)) as file:
-        reference = {name: file[name] for name in file.files}
+    reference = load_reference(task)
     module, examples = make_model(task)
-    initial = _with_prefix("initial", reference)
-    module.load_state_dict({name: flow.tensor(value) for name, value in initial.items()})
+    initial = with_prefix("initial", reference)
+    module.load_state_dict({name: HOST.tensor(value) for name, value in initial.items()})
     data = functools.partial(step_data, task, examples)
     return reference, PlanRun(task, module, data, float(reference["epsilon"]))
 
@@ -234,7 +249,7 @@ def step_data(task: VerificationTask, examples: tuple[np.ndarray, ...], step: in
     return tuple(like(example, task.workload.batch, rng) for example in examples)
 
 
-def _with_prefix(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
+def with_prefix(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
     """Return the values whose names begin with ``prefix/``, by the rest of their names."""
     return {name[len(prefix) + 1 :]: value for name, value in values.items() if name.startswith(f"{prefix}/")}
 

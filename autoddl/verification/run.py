@@ -20,10 +20,12 @@ from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.pipelines.runtime.ranks.network import namespace_available
 from autoddl.pipelines.runtime.ranks.workfolders import WorkFolder
 
+from ..executors import EAGER
 from ..ownmodels import function_of_plan
 from ..planfile import PlanFile
 from ..zoo.builtin import BuiltIn, recognise
-from .comparing import compare, with_recount
+from .comparing import with_recount
+from .executors import executor_of
 from .fitting import FittedPlan, fit_plan
 from .prediction import predict
 from .result import Verification
@@ -56,12 +58,14 @@ class VerifyOptions:
         timeout_s: Time limit of the whole verification, in seconds.
         seed: Seed of the initial values and the data.
         limits: Memory and FLOPs of all ranks together.  None: what the machine can provide (`machine_limits`).
+        executor: What executes the plan, one of `autoddl.executors.EXECUTORS`.
     """
 
     tolerance: float = 1e-5
     timeout_s: float = 300.0
     seed: int = 0
     limits: Limits | None = None
+    executor: str = EAGER
 
 
 def verify(
@@ -95,7 +99,9 @@ def verify(
         raise UserError(f"cannot verify: {available.reason}")
     # Fit the plan to the ranks, and predict what they send.
     built_in, function = _built_in_or_function(plan, model)
-    fitted = fit_plan(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in)
+    fitted = fit_plan(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in, options.executor)
+    executor = executor_of(options.executor)
+    executor.check(fitted)
     prediction = predict(fitted)
     # Bytes are counted in a network namespace of the ranks' own.
     not_counted_because = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
@@ -107,6 +113,7 @@ def verify(
 
     with WorkFolder("verify") as folder:
         task = _make_task(fitted, function, options.seed, folder=str(folder), counts_bytes=not not_counted_because)
+        task = replace(task, corrects_bias=options.executor == EAGER)
         show_progress(f"starting {num_ranks} ranks")
         with contextlib.nullcontext(pool) if pool else _start_ranks(num_ranks, task.counts_bytes, deadline) as ranks:
             # The single-device reference.
@@ -114,9 +121,9 @@ def verify(
             reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.remaining_s)[0]
             # The plan on all ranks.
             show_progress(f"running on {num_ranks} ranks")
-            results = ranks.run(f"{_JOBS}:run_plan", task, timeout_s=deadline.remaining_s, on_report=on_report)
+            results = ranks.run(executor.run_job, task, timeout_s=deadline.remaining_s, on_report=on_report)
             compare_with = functools.partial(
-                compare,
+                executor.compare,
                 plan,
                 fitted,
                 prediction,
@@ -130,7 +137,7 @@ def verify(
                 if not verification.are_bytes_off:
                     break
                 show_progress("counting bytes again")
-                recount = ranks.run(f"{_JOBS}:count_again", task, timeout_s=deadline.remaining_s)[0]
+                recount = ranks.run(executor.count_job, task, timeout_s=deadline.remaining_s)[0]
                 results = with_recount(results, recount)
                 verification = compare_with(results)
     return replace(verification, seconds=deadline.elapsed_s)

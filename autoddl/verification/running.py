@@ -16,6 +16,7 @@ import numpy as np
 
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime import train_steps
+from autoddl.pipelines.runtime.backend import HOST, backend_of
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.pipeline.report import RankReport
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
@@ -63,6 +64,7 @@ class PlanRun:
             micro_batch,
             loss_of=loss_of,
             keep_gradients=True,
+            backend=backend_of(task.workload.precision, task.device),
         )
         self._report: RankReport | None = None
 
@@ -86,7 +88,7 @@ class PlanRun:
         for update in range(self._schedule.num_updates):
             numbers = self._schedule.micro_batches_of(update)
             own_parts.append(sum(self._report.losses.get(number, 0.0) for number in numbers) / len(numbers))
-        losses = flow.tensor(own_parts, dtype=flow.float64)
+        losses = HOST.tensor(own_parts, flow.float64)
         if flow.env.get_world_size() > 1:
             flow.comm.all_reduce(losses)
         return [float(loss) for loss in losses.numpy()]
@@ -120,4 +122,5 @@ def loss_of(output: Any) -> Any:
 def make_optimizer(task: VerificationTask, parameters: Any, epsilon: float) -> Any:
     """Return the optimizer of the task's workload, for the parameters that require gradients."""
     name = task.workload.optimizer
-    return train_steps.make_optimizer(parameters, name, 1e-3 if name == "adam" else 0.01, eps=epsilon)
+    options = {"eps": epsilon, "do_bias_correction": task.corrects_bias}
+    return train_steps.make_optimizer(parameters, name, 1e-3 if name == "adam" else 0.01, **options)

@@ -69,7 +69,7 @@ MIN_IMAGE = 32
 COPIES_PER_RANK = 6
 #: Forward and backward passes over a batch, those of the plan and of the reference together.
 NUM_PASSES = 9
-#: Bytes of one float32 element.
+#: Bytes of one element of a tensor in single precision.
 _ITEMSIZE = 4
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoddl.costmodel.collectives import Step
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -46,6 +47,9 @@ class VerificationTask:
         seed: Seed of the data and, for a built-in model, of the initial values.
         folder: Folder of the file with the results of the single-device reference.
         counts_bytes: Whether the ranks count the bytes that they send, which requires a network namespace of their own.
+        corrects_bias: Whether Adam corrects the bias of its averages.  Inside nn.Graph, OneFlow computes 1 - beta^step in
+            float32, which is off by 6e-5 in the first step; a reference in eager mode does not compute the same.
+        device: Type of device of the ranks.
     """
 
     graph: LayerGraph
@@ -57,6 +61,8 @@ class VerificationTask:
     seed: int
     folder: str
     counts_bytes: bool
+    corrects_bias: bool = True
+    device: str = CPU
 
     @property
     def strategies(self) -> Mapping[str, Strategy]:

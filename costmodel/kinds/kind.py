@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from ..strategy import Strategy, StrategyGroup
     from ..workload import Workload
 
-__all__ = ["STATISTIC_BYTES", "Body", "LayerKind", "LayerQuantities", "Number", "Splitting", "States"]
+__all__ = ["Body", "LayerKind", "LayerQuantities", "Number", "Splitting", "States"]
 
 #: A float, an array of floats, or an :class:`autoddl.costmodel.affine.Affine` of them; the formulas of all kinds accept all three.
 Number = Any
-
-#: Bytes of a statistic (norms and losses accumulate in float32).
-STATISTIC_BYTES = 4
 
 #: The SBP states of a tensor on the axes p0, p1 and p2.
 States = tuple[SBPState, SBPState, SBPState]
@@ -54,6 +51,7 @@ class LayerQuantities:
 
     Attributes:
         itemsize: bytes per element of an activation.
+        statistic_bytes: bytes of a statistic of a norm or loss.
         p0, p1, p2: mesh axes of the strategy.
         devices: number of devices, p0 p1 p2.
         rows: number of rows of the samples of one device.
@@ -63,6 +61,7 @@ class LayerQuantities:
     def __init__(self, layer: Layer, strategy: Strategy | StrategyGroup, workload: Workload, samples: Number):
         self.layer, self.strategy, self.samples = layer, strategy, samples
         self.itemsize = workload.itemsize
+        self.statistic_bytes = workload.types.master_itemsize
         self.p0, self.p1, self.p2 = strategy.p0, strategy.p1, strategy.p2
         self.devices = self.p0 * self.p1 * self.p2
         self.rows = samples * layer.rows / self.p0

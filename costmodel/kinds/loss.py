@@ -1,7 +1,7 @@
 """Cross entropy of logits that may be split along the vocabulary.
 
 The forward pass all-gathers the maxima of each row, then all-reduces its sum of exponentials and the logit of its target, in
-float32.  The backward pass is local; the probabilities replace the logits in memory.
+the master type.  The backward pass is local; the probabilities replace the logits in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..collectives import Collective, Step, gather_steps
 from ..layer import Layer
 from ..localwork import elementwise
-from .kind import STATISTIC_BYTES, Body, LayerKind, LayerQuantities
+from .kind import Body, LayerKind, LayerQuantities
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -40,9 +40,10 @@ class Loss(LayerKind):
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         axes = quantities.strategy.axes(1)
         s = prod(axis.size for axis in axes)
-        maxima = gather_steps(axes, quantities.rows * s * STATISTIC_BYTES)
+        maxima = gather_steps(axes, quantities.rows * s * quantities.statistic_bytes)
         sums = tuple(
-            Step(Collective.ALL_REDUCE, axis, quantities.rows * 2 * STATISTIC_BYTES) for axis in reversed(axes)
+            Step(Collective.ALL_REDUCE, axis, quantities.rows * 2 * quantities.statistic_bytes)
+            for axis in reversed(axes)
         )
         return Body(
             forward=(*maxima, *sums),

@@ -1,8 +1,8 @@
 """Layer norm and RMS norm.
 
 With split features, the forward pass all-reduces the statistics of each row over p1, and the backward pass as many sums of the
-gradient, in float32.  The forward pass reads the input for the statistics, reads it again and writes the output.  The backward pass
-reads two tensors for the sums, reads them again and writes the gradient.
+gradient, in the master type. The forward pass reads the input for the statistics, reads it again and writes the output. The
+backward pass reads two tensors for the sums, reads them again and writes the gradient.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..collectives import Collective, Step
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
-from .kind import STATISTIC_BYTES, Body, LayerKind, LayerQuantities
+from .kind import Body, LayerKind, LayerQuantities
 
 __all__ = ["Norm", "norm"]
 
@@ -23,7 +23,7 @@ class Norm(LayerKind):
     colour = "#eeeeee"
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
-        statistics = quantities.rows * quantities.layer.attributes["statistics"] * STATISTIC_BYTES
+        statistics = quantities.rows * quantities.layer.attributes["statistics"] * quantities.statistic_bytes
         steps = tuple(Step(Collective.ALL_REDUCE, axis, statistics) for axis in reversed(quantities.strategy.axes(1)))
         return Body(
             forward=steps,

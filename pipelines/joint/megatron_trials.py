@@ -24,6 +24,7 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.units import format_seconds
@@ -93,8 +94,13 @@ def _faster_pipeline(
     graph: LayerGraph, cluster: Cluster, options: Options, known_s: float, stop: Stop
 ) -> Evaluation | None:
     """The best trial, if it is faster than ``known_s``; None if the options exclude joint plans."""
-    # Trials compare steps, and joint plans have only one method.
-    if options.objective != "step" or options.method != "exact" or cluster.num_devices == 1:
+    # Trials compare steps, and joint plans have only one method and one executor.
+    if (
+        options.objective != "step"
+        or options.method != "exact"
+        or options.executor != EAGER
+        or cluster.num_devices == 1
+    ):
         return None
     job = job_of(graph, cluster, JointOptions(options), stop=stop)
     limit_s = _LIMIT_S if options.time_limit_s is None else min(_LIMIT_S, options.time_limit_s)

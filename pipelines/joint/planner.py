@@ -23,6 +23,7 @@ from dataclasses import replace
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, NO_PIPELINE
 from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
 from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
 from autoddl.search.planner import InfeasibleError, Planned, make_plan
@@ -108,6 +109,8 @@ def _check(options: JointOptions) -> None:
         )
     if base.method != "exact":
         raise UserError(f"method {base.method!r} is for plans without a pipeline; joint plans are searched by exact")
+    if base.executor != EAGER:
+        raise UserError(f"executor={base.executor!r} is for plans without a pipeline: {NO_PIPELINE}")
 
 
 # ---- Without a pipeline ------------------------------------------------------------------------------------------------

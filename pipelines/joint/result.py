@@ -19,6 +19,7 @@ from functools import cached_property
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph_meshes import EAGER, LEFT_OUT
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search.planner import Candidate, Options, Planned, end_of
@@ -220,6 +221,8 @@ def unpipelined(planned: Planned) -> PlanResult:
     outcomes = [candidate.outcome for candidate in planned.candidates]
     layers = "every layer" if options.untied else "every group of equal layers"
     summa = ", Summa meshes too" if options.summa else ""
+    if options.executor != EAGER:
+        summa = f" without {LEFT_OUT}"
     sizes = "every micro-batch" if options.micro_batch is None else "the given micro-batch"
     recomputation = "or not" if options.recompute is None else "always" if options.recompute else "never"
     considered = Considered(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.limits import MAX_PROFILE_LAYERS
+from autoddl.costmodel.precision import precision_of
 
 from ..profile import Profile, ProfiledLayer
 from .workload import PlannerError
@@ -63,7 +64,7 @@ def transformer_profile(
     if num_layers + 2 > MAX_PROFILE_LAYERS:  # with the embedding and the head
         raise PlannerError(f"layers of a transformer are {num_layers:,}, should be at most {MAX_PROFILE_LAYERS - 2:,}")
     precision = cluster.default_precision
-    itemsize = 2 if precision == "mixed" else 4
+    itemsize = precision_of(precision).itemsize
     heads = heads or max(1, hidden // 64)
     tokens = micro_batch * sequence
 

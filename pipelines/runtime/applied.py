@@ -8,6 +8,9 @@ their submodule.
 The user's script calls ``backward`` and owns the optimizer.  So gradients are summed by autograd nodes in the last backward pass
 (:mod:`.parameters`), and not by the engine of :mod:`.pipeline`, whose schedule also contains the optimizer's steps.
 
+In mixed precision the module's parameters are masters, their gradients have the compute type, and the gradient of the loss is
+scaled.  So the optimizer's step is made by `AppliedModule.step`.
+
 Collectives use local tensors and eager autograd, so the module does not run inside ``nn.Graph``.
 """
 
@@ -25,8 +28,10 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
+from .backend import HOST, Backend
 from .comparing import check_same_function
 from .load import load_oneflow
+from .loss_scaling import LossScaler
 from .setting import Batch
 from .stage.global_weights import GlobalWeights
 from .stage.model import PlannedModel
@@ -36,6 +41,7 @@ from .stage.stage import Stage
 from .stage.tracing import Measure, StageTracer, TracedSection
 from .stepping import Stepper
 from .train_steps import train_step
+from .updates import scale_gradient, update_parameters
 from .userparameters import find_parameter, first_names, values_of
 
 flow: Any = load_oneflow()
@@ -60,6 +66,10 @@ class AppliedModule(flow.nn.Module):
         workload: Workload of the plan: micro-batches and recomputation.
         feeds: Index of the model's input that each input layer reads; see :func:`autoddl.apply`.
         check: Whether the first forward pass begins by comparing this module with the user's (:mod:`comparing`).
+        backend: Where tensors lie, and in which types the ranks compute.
+
+    Attributes:
+        scaler: Scale of the loss, and the number of skipped steps; None if losses are not scaled.
 
     Raises:
         UserError: The plan is for another number of ranks, or the module does not fit the graph.
@@ -73,10 +83,11 @@ class AppliedModule(flow.nn.Module):
         workload: Workload,
         feeds: Mapping[str, int | None] | None = None,
         check: bool = False,
+        backend: Backend = HOST,
     ):
         super().__init__()
         plan = StagePlan(strategies, workload.recompute)
-        stepper = Stepper(flow.env.get_world_size())
+        stepper = Stepper(flow.env.get_world_size(), backend)
         if plan.num_ranks != stepper.num_ranks:
             raise UserError(f"the plan is for {plan.num_ranks} ranks, this job has {stepper.num_ranks}")
         model = PlannedModel(module, graph, (plan,), feeds or {})
@@ -87,6 +98,7 @@ class AppliedModule(flow.nn.Module):
         # In a list: as an attribute it would become a submodule, with its parameters.
         self._unchecked_module = [module] if check else []
         self._is_summing = True
+        self.scaler = LossScaler() if backend.scales_losses else None
         self._num_passes = 0
         first = first_names(module)
         # All names in the user's module, each with the first name of the same parameter.
@@ -104,14 +116,20 @@ class AppliedModule(flow.nn.Module):
             self._compare(batch)
         micro_batch = self._batch(batch)
         value = self._stage.run(None, self._weights.local(self._is_summing), micro_batch)
-        return value if micro_batch.targets is not None else whole_output(value, self._stage, micro_batch.num_samples)
+        if micro_batch.targets is None:
+            value = whole_output(value, self._stage, micro_batch.num_samples).to(self.stepper.backend.master)
+        return scale_gradient(value, self._loss_scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def _compare(self, batch: Sequence[Any]) -> None:
         """Compare this module's loss and gradients with those of the user's module."""
         module = self._unchecked_module.pop()  # first, since the comparison itself runs this module
         try:
             with self.stepper.not_logging(), flow.enable_grad():
-                check_same_function(self, self._weights, module, batch)
+                check_same_function(self, self._weights, module, batch, self._loss_scale)
         except BaseException:
             self._unchecked_module.append(module)
             raise
@@ -156,6 +174,21 @@ class AppliedModule(flow.nn.Module):
         parts = [slice(i * size, (i + 1) * size) for i in range(num_micro_batches)]
         return train_step(loss, [[argument[part] for argument in batch] for part in parts])
 
+    def step(self, optimizer: Any) -> bool:
+        """Make an optimizer step with the gradients, and remove them; all ranks call.
+
+        In single precision this is ``optimizer.step()`` and ``optimizer.zero_grad(set_to_none=True)``. In mixed precision, where an
+        optimizer's own step would use scaled gradients, the gradients are converted to the master type and divided by the scale of
+        the loss. If a gradient is not finite on any rank, all ranks skip the step, and the scale is halved.
+
+        Args:
+            optimizer: Element-wise optimizer of the module's parameters.
+
+        Returns:
+            Whether the step was made, and not skipped.
+        """
+        return update_parameters(optimizer, list(self._weights.parameters.values()), self.stepper, self.scaler)
+
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, taken together as one vector, to a Euclidean norm of at most ``max_norm``; all ranks call.
 
@@ -168,10 +201,12 @@ class AppliedModule(flow.nn.Module):
         shards = [parameter.tensor.grad.to_local() for parameter in trained]
         square_sum = 0.0
         for parameter, shard in zip(trained, shards):
-            square_sum += float((shard * shard).sum().numpy()) / parameter.num_copies
-        total = self.stepper.reduce(flow.tensor([square_sum]), [Axis(self.stepper.num_ranks, 1)])
+            unscaled = shard.to(parameter.tensor.dtype) * (1.0 / self._loss_scale)
+            square_sum += float((unscaled * unscaled).sum().numpy()) / parameter.num_copies
+        backend = self.stepper.backend
+        total = self.stepper.reduce(backend.tensor([square_sum], backend.master), [Axis(self.stepper.num_ranks, 1)])
         norm = float(total.numpy()[0]) ** 0.5
-        if norm > max_norm:
+        if max_norm < norm < float("inf"):  # a step with infinite gradients is skipped
             for shard in shards:
                 shard.mul_(max_norm / norm)
         return norm
@@ -227,12 +262,13 @@ class AppliedModule(flow.nn.Module):
 
     def logical_gradients(self) -> dict[str, np.ndarray]:
         """Return the gradients with the names and shapes of the user's module, on every rank; all ranks call."""
-        return self._named(self._weights.gradients())
+        gradients = self._weights.gradients()
+        return self._named({name: value / self._loss_scale for name, value in gradients.items()})
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Return the ``state_dict`` of the user's module with present values, as local tensors on every rank; all ranks call."""
         values = self._named({**self._buffer_values, **self._weights.values()})
-        return {name: flow.tensor(value) for name, value in values.items()}
+        return {name: HOST.tensor(value) for name, value in values.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         """Load the values of a plain module's ``state_dict``.

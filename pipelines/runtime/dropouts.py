@@ -43,15 +43,18 @@ class Dropout:
         self.probability = probability
         self._layer = layer
         self._number = number
-        self._generator = flow.Generator()
+        self._generators: dict[str, Any] = {}  # by type of device
 
     def __call__(self, x: Tensor, step: int | None, rank: int) -> Tensor:
         """Apply the dropout of training pass ``step``. Return ``x`` if ``step`` is None, which means evaluation."""
         if step is None or self.probability == 0:
             return x
         seed = crc32(f"{self._layer} {rank} {self._number}".encode())
-        self._generator.manual_seed((seed + 1_000_003 * step) % 2**31)
-        return flow._C.dropout(x, self.probability, True, False, self._generator, addend=None)
+        device = x.device.type
+        if device not in self._generators:
+            self._generators[device] = flow.Generator(device=device)
+        self._generators[device].manual_seed((seed + 1_000_003 * step) % 2**31)
+        return flow._C.dropout(x, self.probability, True, False, self._generators[device], addend=None)
 
 
 def apply_dropout(x: Tensor, dropout: Dropout, step: int | None, ranks: Ranks) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
-from .attending import rotary_angles
+from .backend import place_buffers
 
-__all__ = ["OwnModule", "angles_of", "check_table", "convolution_options", "eps_of", "find_module", "own_module"]
+__all__ = ["OwnModule", "check_table", "convolution_options", "eps_of", "find_module", "own_module", "rotary_base_of"]
 
 Tensor = Any
 
@@ -55,16 +55,10 @@ def eps_of(model: Any, path: str) -> float:
     )
 
 
-def angles_of(model: Any, path: str, rows: int, head_dim: int) -> tuple[Tensor, Tensor] | None:
-    """Return the cosine and sine of rotary angles, or None if no module defines a base.
+def rotary_base_of(model: Any, path: str) -> float | None:
+    """Return the base of the frequencies of rotary positions, or None if no module defines one.
 
     The base is read from the attention module or its nearest parent that defines it.
-
-    Args:
-        model: The user's model.
-        path: Path of the attention module.
-        rows: Number of positions.
-        head_dim: Features per head.
     """
     names = path.split(".")
     for end in range(len(names), -1, -1):
@@ -72,7 +66,7 @@ def angles_of(model: Any, path: str, rows: int, head_dim: int) -> tuple[Tensor, 
         for name in ("rope_theta", "rotary_theta", "theta"):
             theta = getattr(module, name, None)
             if isinstance(theta, (int, float)):
-                return rotary_angles(rows, head_dim, float(theta))
+                return float(theta)
     return None
 
 
@@ -114,6 +108,10 @@ class OwnModule:
         for parameter in parameters:
             owner, _, name = parameter.rpartition(".")
             self.places.append((module_at(self.module, owner), name))
+
+    def place(self, x: Tensor) -> None:
+        """Move the module's buffers to the device of its input ``x``, floating ones also to its type."""
+        place_buffers(self.module, x.device.type, x.dtype)
 
 
 def own_module(model: Any, path: str, parameters: Sequence[str], num_slices: int) -> OwnModule:

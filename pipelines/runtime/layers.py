@@ -18,15 +18,16 @@ from .dropouts import apply_dropout, bind_dropout, dropout_of
 from .kinds.registry import layer_program, registered_functions
 from .load import load_oneflow
 from .losses import cross_entropy, mean_error
+from .norms import normalise
 from .operations import (
     checkpoint,
     concat_grouped,
     concat_heads,
     convolve,
     data,
+    elu,
     lookup,
     matmul,
-    normalised,
     positions,
     quick_gelu,
     run_module,
@@ -61,10 +62,11 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             convolve,
             cross_entropy,
             data,
+            elu,
             lookup,
             matmul,
             mean_error,
-            normalised,
+            normalise,
             positions,
             quick_gelu,
             run_module,

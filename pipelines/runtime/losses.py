@@ -9,6 +9,9 @@ Cross entropy with the vocabulary split over s ranks (as in Megatron-LM):
 
 where x are the logits of a row, and m is their maximum. The maxima of the ranks are all-gathered. The sum over j and the target's
 term are all-reduced in one message. At last the mean is all-reduced: one number, which the cost model does not count.
+
+Losses are computed in the master type, whatever the type of the predictions. The probabilities that are kept for the backward pass
+have the type of the predictions.
 """
 
 from __future__ import annotations
@@ -48,42 +51,46 @@ def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ra
     axes, sample_axes = layout.axes(1), layout.axes(0)
     own = np.ascontiguousarray(layout.samples(targets, ranks.rank).reshape(-1))
     logits = logits.reshape(len(own), -1)
+    wide = ranks.backend.master
     width, count = logits.shape[1], max(int((targets != IGNORED).sum()), 1)
-    local = flow.tensor(own) - flat_coordinate(layout.features, ranks.rank) * width
+    local = ranks.backend.tensor(own) - flat_coordinate(layout.features, ranks.rank) * width
     is_here = flow.logical_and(local >= 0, local < width)
-    counts = flow.tensor((own != IGNORED).astype(np.float32))
-    here = is_here.to(logits.dtype).reshape(-1, 1)
+    counts = ranks.backend.tensor(own != IGNORED, wide)
+    here = is_here.to(wide).reshape(-1, 1)
     place = flow.where(is_here, local, flow.zeros_like(local)).reshape(-1, 1)
     saved: list[Tensor] = []
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.to(wide)
         maxima = flow.amax(x, dim=1, keepdim=True)
         maxima = flow.amax(ranks.gather(maxima, axes, 1), dim=1, keepdim=True)
         exponentials = flow.exp(x - along_rows(maxima, width))
         target_logits = (flow.gather(x, 1, place) - maxima) * here
         sums = ranks.sum(flow.cat([row_sums(exponentials), target_logits], dim=1), axes)
         totals = sums[:, :1].contiguous()
-        saved.append(exponentials * along_rows(1.0 / totals, width))
+        saved.append((exponentials * along_rows(1.0 / totals, width)).to(logits.dtype))
         rows = flow.log(totals) - sums[:, 1:]
         return ranks.sum(((rows.reshape(-1) * counts).sum() / count).reshape(1), sample_axes).reshape(())
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         scale = (counts * (dy / count)).reshape(-1, 1)
         # Subtract the target's one-hot vector from the probabilities.
-        return flow.scatter_add(saved[0] * along_rows(scale, width), 1, place, -here * scale)
+        probabilities = saved[0].to(wide)
+        return flow.scatter_add(probabilities * along_rows(scale, width), 1, place, -here * scale).to(logits.dtype)
 
     return _Function.apply("cross_entropy", forward, backward, logits)
 
 
 def mean_error(predictions: Tensor, targets: Tensor, ranks: Ranks, is_squared: bool) -> Tensor:
     """Return the mean squared (or absolute) difference between predictions and targets, over the elements of all ranks."""
-    difference, count = detached(predictions) - targets, predictions.numel() * ranks.num_ranks
+    wide = ranks.backend.master
+    difference, count = detached(predictions).to(wide) - targets.to(wide), predictions.numel() * ranks.num_ranks
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         each = difference * difference if is_squared else flow.abs(difference)
         return ranks.sum((each.sum() / count).reshape(1), [Axis(ranks.num_ranks, 1)]).reshape(())
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return (2.0 * difference if is_squared else flow.sign(difference)) * (dy / count)
+        return ((2.0 * difference if is_squared else flow.sign(difference)) * (dy / count)).to(predictions.dtype)
 
     return _Function.apply("mean_error", forward, backward, predictions)

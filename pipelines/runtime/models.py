@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from .backend import HOST
 from .load import load_oneflow
 from .model_constants import LAYER_NORM_EPS, POOLING, RMS_NORM_EPS, ROTARY_BASE
 
@@ -59,7 +60,7 @@ def initialize(module: Any, seed: int) -> Any:
     Matrices are normal with standard deviation max(0.02, 1/sqrt(fan-in)); biases are 0, and scales of norms 1.
     """
     for name, parameter in module.named_parameters():
-        parameter.data.copy_(flow.from_numpy(initial_value(name, tuple(parameter.shape), seed)))
+        parameter.data.copy_(HOST.tensor(initial_value(name, tuple(parameter.shape), seed)))
     return module
 
 
@@ -141,9 +142,9 @@ def merge_heads(x: Any) -> Any:
     return x.transpose(1, 2).reshape(batch, sequence, heads * head_dim)
 
 
-def causal_mask(sequence: int) -> Any:
+def causal_mask(sequence: int, device: Any) -> Any:
     """Ones on and below the diagonal."""
-    return flow.tril(flow.ones(sequence, sequence))
+    return flow.tril(flow.ones(sequence, sequence, device=device))
 
 
 def token_loss(logits: Any, targets: Any) -> Any:
@@ -160,7 +161,7 @@ class GPTAttention(nn.Module):
 
     def forward(self, x: Any) -> Any:
         query, key, value = (split_heads(part, self.heads) for part in self.c_attn(x).chunk(3, dim=-1))
-        return self.c_proj(merge_heads(_attend(query, key, value, causal_mask(x.shape[1]))))
+        return self.c_proj(merge_heads(_attend(query, key, value, causal_mask(x.shape[1], x.device))))
 
 
 class GPTMLP(nn.Module):
@@ -212,7 +213,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        x = self.wte(inputs) + self.wpe(flow.arange(inputs.shape[1]))
+        x = self.wte(inputs) + self.wpe(flow.arange(inputs.shape[1], device=inputs.device))
         for block in self.h:
             x = block(x)
         return token_loss(self.lm_head(self.ln_f(x)), targets)
@@ -228,7 +229,7 @@ class BertEmbeddings(nn.Module):
 
     def forward(self, tokens: Any) -> Any:
         x = self.word_embeddings(tokens) + self.token_type_embeddings(flow.zeros_like(tokens))
-        return self.LayerNorm(x + self.position_embeddings(flow.arange(tokens.shape[1])))
+        return self.LayerNorm(x + self.position_embeddings(flow.arange(tokens.shape[1], device=tokens.device)))
 
 
 class BertSelfAttention(nn.Module):
@@ -361,7 +362,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float = RMS_NORM_EPS):
         super().__init__()
-        self.weight = nn.Parameter(flow.ones(width))
+        self.weight = nn.Parameter(flow.ones(width, device=HOST.device))
         self.eps = eps
 
     def forward(self, x: Any) -> Any:
@@ -412,7 +413,7 @@ class LlamaAttention(nn.Module):
         query = _rotate(split_heads(self.q_proj(x), self.heads), cosine, sine)
         key = _rotate(split_heads(self.k_proj(x), self.kv_heads), cosine, sine)
         value = split_heads(self.v_proj(x), self.kv_heads)
-        attended = _attend(query, self.repeat(key), self.repeat(value), causal_mask(x.shape[1]))
+        attended = _attend(query, self.repeat(key), self.repeat(value), causal_mask(x.shape[1], x.device))
         return self.o_proj(merge_heads(attended))
 
 
@@ -471,21 +472,21 @@ class Llama(nn.Module):
         if tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def angles(self, sequence: int) -> tuple[Any, Any]:
+    def angles(self, sequence: int, device: Any) -> tuple[Any, Any]:
         """Return cosine and sine of the angles of all positions, each (sequence, head_dim).
 
         They are computed by operators only. In OneFlow 0.9.0, a tensor that is created from values while a graph is traced
         occasionally aborts the process when another graph is traced later.
         """
-        pairs = flow.arange(0, self.head_dim, 2, dtype=flow.float32)
+        pairs = flow.arange(0, self.head_dim, 2, dtype=flow.float32, device=device)
         frequencies = flow.exp(pairs * (-math.log(self.theta) / self.head_dim))
-        positions = flow.arange(sequence, dtype=flow.float32)
+        positions = flow.arange(sequence, dtype=flow.float32, device=device)
         angles = positions.unsqueeze(1) * flow.cat([frequencies, frequencies], dim=0).unsqueeze(0)
         return flow.cos(angles), flow.sin(angles)
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         x = self.embed_tokens(inputs)
-        cosine, sine = self.angles(inputs.shape[1])
+        cosine, sine = self.angles(inputs.shape[1], inputs.device)
         for layer in self.layers:
             x = layer(x, cosine, sine)
         return token_loss(self.lm_head(self.norm(x)), targets)

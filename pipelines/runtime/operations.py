@@ -18,7 +18,6 @@ from autoddl.costmodel.errors import UserError
 from .comm.layouts import Layout, gathered, table_rows
 from .detaching import detached
 from .load import load_oneflow
-from .rows import along_rows, row_sums
 from .stepping import Ranks
 
 flow = load_oneflow()
@@ -31,9 +30,9 @@ __all__ = [
     "concat_heads",
     "convolve",
     "data",
+    "elu",
     "lookup",
     "matmul",
-    "normalised",
     "positions",
     "quick_gelu",
     "run_module",
@@ -57,7 +56,7 @@ def data(array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered
     """
     own = layout.samples(array, ranks.rank).reshape(-1, rows, array.size // len(array) // rows)
     columns = _data_columns(layout, own.shape[-1], is_gathered, ranks.rank)
-    return flow.tensor(np.ascontiguousarray(own[..., columns]))
+    return ranks.backend.activation(np.ascontiguousarray(own[..., columns]))
 
 
 @functools.cache
@@ -130,9 +129,9 @@ def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, voca
         wrong = own.min() if own.min() < 0 else own.max()
         raise UserError(f"token {wrong} should be from 0 to {vocabulary - 1}")
     local = _token_places(layout, vocabulary, ranks.rank)[own]
-    x = functional.embedding(flow.tensor(np.maximum(local, 0)), table)
+    x = functional.embedding(ranks.backend.tensor(np.maximum(local, 0)), table)
     if table.shape[0] < vocabulary:
-        x = x * flow.tensor((local >= 0).astype(np.float32)).unsqueeze(-1)
+        x = x * ranks.backend.tensor(local >= 0, table.dtype).unsqueeze(-1)
     return x
 
 
@@ -161,33 +160,6 @@ def concat_heads(parts: Sequence[Tensor], groups: int) -> Tensor:
     return x.reshape(*x.shape[:2], -1)
 
 
-def normalised(x: Tensor, features: int, is_centred: bool, eps: float, axes: Sequence[Axis], ranks: Ranks) -> Tensor:
-    """Normalise over the features: (x - mean) / deviation, or x / root mean square.
-
-    Args:
-        x: This rank's features.
-        features: Number of features on all ranks.
-        is_centred: Whether the mean is subtracted.
-        eps: Number that is added to the variance.
-        axes: Mesh axes that split the features.
-        ranks: The ranks.
-    """
-    width = x.shape[-1]
-    if is_centred and not axes:
-        if x.is_cuda:
-            return functional.layer_norm(x, (features,), None, None, eps)
-        x = x - along_rows(row_sums(x) / features, width)
-        variance = row_sums(x * x) / features
-    elif is_centred:
-        # Both sums are reduced in one message.
-        means = ranks.sum(flow.cat([row_sums(x), row_sums(x * x)], dim=-1), axes) / features
-        mean, square = means[..., :1], means[..., 1:]
-        x, variance = x - along_rows(mean, width), square - mean * mean
-    else:
-        variance = ranks.sum(row_sums(x * x), axes) / features
-    return x * along_rows(flow.rsqrt(variance + eps), width)
-
-
 # ---- On whole samples ------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +186,7 @@ def run_module(
     Raises:
         UserError: The module does not return one tensor.
     """
+    own.place(inputs[0])
     own.module.train(training)
     for (owner, name), weight in zip(own.places, weights):
         # Plain tensors replace parameters: gradients flow to the tensors that the weights are computed from.
@@ -232,6 +205,11 @@ def run_module(
 def tanh_gelu(x: Tensor) -> Tensor:
     """GELU with the tanh approximation."""
     return 0.5 * x * (1.0 + flow.tanh(sqrt(2.0 / pi) * (x + 0.044715 * x * x * x)))
+
+
+def elu(x: Tensor) -> Tensor:
+    """x if x > 0, else exp(x) - 1. (OneFlow's function has no default of the factor.)"""
+    return functional.elu(x, 1.0)
 
 
 def quick_gelu(x: Tensor) -> Tensor:

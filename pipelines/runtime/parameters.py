@@ -5,6 +5,9 @@ its axes (p0, p1, p2).  Its logical value is the module's value with permuted ro
 optimizers are not affected by the permutation, and ``state_dict`` reverts it.  Layers compute with ``to_local()``, which shares the
 storage.
 
+In mixed precision the global tensor is the master, of the master type, and layers compute with a copy in the compute type, which
+is renewed when the optimizer has changed the master.  Gradients have the compute type until the optimizer's step (:mod:`updates`).
+
 Measured on OneFlow 0.9.0, CPU ranks: SGD, momentum, Adam and AdamW on such tensors agree bitwise with one device and send
 nothing.  OneFlow's ``clip_grad_norm_`` is correct on parameters of one mesh (`common_mesh`), but gathers all gradients.  LAMB
 cannot be used on split global tensors: OneFlow updates a re-boxed copy, which is lost without an error.
@@ -56,13 +59,13 @@ class StoredParameter:
         ranks: The ranks.
         placement: Placement of all ranks on a mesh.
         sbp: SBP of the tensor on the axes of this mesh; has to agree with ``layout``.
-        dtype: Type of the tensor.
         requires_grad: Whether the parameter is trained.
 
     Attributes:
         layout: Distribution of the parameter over the ranks.
-        tensor: The ``nn.Parameter``, a global tensor, uninitialized until `assign` is called.
-        leaf: This rank's part, which shares the storage; accumulates gradients that are not yet summed over the ranks.
+        tensor: The ``nn.Parameter``, a global tensor of the master type, uninitialized until `assign` is called.
+        leaf: This rank's part in the compute type, which layers compute with; accumulates gradients that are not yet summed over
+            the ranks. Shares the storage of ``tensor`` if the types are the same.
     """
 
     def __init__(
@@ -71,15 +74,14 @@ class StoredParameter:
         ranks: Ranks,
         placement: Any,
         sbp: Sequence[Any],
-        dtype: Any = flow.float32,
         requires_grad: bool = True,
     ):
         self.layout = layout
         self._ranks = ranks
         self._placement = placement
         self._sbp = list(sbp)
-        self.tensor = flow.nn.Parameter(self._empty(dtype), requires_grad)
-        self.leaf = self.local().requires_grad_(requires_grad)
+        self.tensor = flow.nn.Parameter(self._empty(ranks.backend.master), requires_grad)
+        self.leaf = self.new_leaf()
 
     def _empty(self, dtype: Any) -> Tensor:
         """Return an uninitialized global tensor with the parameter's shape and layout."""
@@ -91,10 +93,22 @@ class StoredParameter:
         """Return this rank's part without autograd history; it shares the parameter's storage."""
         return self.tensor.to_local().detach()
 
+    def new_leaf(self) -> Tensor:
+        """Return an autograd leaf with the present value of this rank's part in the compute type."""
+        backend = self._ranks.backend
+        value = self.local().to(backend.compute) if backend.has_masters else self.local()
+        return value.requires_grad_(self.tensor.requires_grad)
+
+    def renew_leaf(self) -> None:
+        """Give ``leaf`` the present value, after the tensor was changed."""
+        if self._ranks.backend.has_masters:
+            self.leaf = self.new_leaf()
+
     def assign(self, value: np.ndarray) -> None:
         """Set the parameter to the logical ``value``, of which each rank copies its part."""
-        local = flow.tensor(self.layout.take(value, self._ranks.rank))
+        local = self._ranks.backend.tensor(self.layout.take(value, self._ranks.rank), self.tensor.dtype)
         flow._C.assign_local_tensor(self.tensor.to_local(), local)  # to_local() shares the storage
+        self.renew_leaf()
 
     def logical(self, tensor: Tensor | None = None) -> np.ndarray:
         """Return the logical value of the parameter, or of another tensor of its layout, on every rank; all ranks call."""
@@ -156,7 +170,7 @@ class ParameterGroup:
         """Return local tensors whose gradients, summed over the ranks, become those of the global parameters."""
         trained = [p for p in self.parameters if p.tensor.requires_grad]
         if not trained or not flow.is_grad_enabled():
-            return tuple(parameter.local() for parameter in self.parameters)
+            return tuple(parameter.leaf.detach() for parameter in self.parameters)
 
         def backward(ctx: Any, *gradients: Tensor) -> Any:
             own_sums = [_add_leaf_gradient(parameter, own) for parameter, own in zip(trained, gradients)]
@@ -165,12 +179,12 @@ class ParameterGroup:
             return result if len(result) > 1 else result[0]
 
         def forward(ctx: Any, *tensors: Tensor) -> Any:
-            result = tuple(tensor.to_local() for tensor in tensors)
+            result = tuple(parameter.leaf.detach() for parameter in trained)
             return result if len(result) > 1 else result[0]
 
         outputs = _Function.apply("sum_gradients", forward, backward, *(p.tensor for p in trained))
         output_of = dict(zip(map(id, trained), outputs if len(trained) > 1 else [outputs]))
-        return tuple(output_of[id(p)] if id(p) in output_of else p.local() for p in self.parameters)
+        return tuple(output_of[id(p)] if id(p) in output_of else p.leaf.detach() for p in self.parameters)
 
     def unsummed(self) -> tuple[Tensor, ...]:
         """Return the local leaves, which accumulate this rank's gradients."""
@@ -184,7 +198,7 @@ def sum_gradients(gradients: Sequence[Tensor], axes: Sequence[Axis], ranks: Rank
     flat = (
         flow.cat([gradient.reshape(-1) for gradient in gradients]) if len(gradients) > 1 else gradients[0].reshape(-1)
     )
-    flat = ranks.reduce(flat, axes)
+    flat = ranks.reduce(flat.to(ranks.backend.communication), axes).to(flat.dtype)
     result, start = [], 0
     for gradient in gradients:
         result.append(flat[start : start + gradient.numel()].reshape(*gradient.shape))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .backend import is_on_gpu
 from .load import load_oneflow
 
 flow = load_oneflow()
@@ -20,13 +21,13 @@ Tensor = Any
 
 def row_sums(x: Tensor) -> Tensor:
     """Sum over the last dimension: (..., features) to (..., 1)."""
-    if x.is_cuda:
+    if is_on_gpu(x):
         return x.sum(dim=-1, keepdim=True)
-    return flow.matmul(x, flow.ones(x.shape[-1], 1, dtype=x.dtype))
+    return flow.matmul(x, flow.ones(x.shape[-1], 1, dtype=x.dtype, device=x.device))
 
 
 def along_rows(values: Tensor, features: int) -> Tensor:
     """Broadcast (..., 1) to (..., features). On GPUs ``values`` is returned unchanged, since operators broadcast it."""
-    if values.is_cuda:
+    if is_on_gpu(values):
         return values
-    return flow.matmul(values, flow.ones(1, features, dtype=values.dtype))
+    return flow.matmul(values, flow.ones(1, features, dtype=values.dtype, device=values.device))

@@ -55,7 +55,7 @@ EPILOGUES: Mapping[str, str] = {
     "sigmoid": "flow.sigmoid",
     "sigmoid_v2": "flow.sigmoid",
     "tanh": "flow.tanh",
-    "elu": "functional.elu",
+    "elu": "elu",
     "selu": "functional.selu",
     "mish": "functional.mish",
     "softplus": "functional.softplus",

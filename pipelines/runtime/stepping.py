@@ -17,6 +17,7 @@ import numpy as np
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
+from .backend import Backend
 from .comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from .comm.mesh import RankAxis
 from .load import load_oneflow
@@ -42,11 +43,13 @@ class Ranks:
 
     Args:
         num_ranks: Number of ranks.
+        backend: Where their tensors lie, and in which types they compute.
         first_rank: The lowest rank in the job.
     """
 
-    def __init__(self, num_ranks: int, first_rank: int = 0):
+    def __init__(self, num_ranks: int, backend: Backend, first_rank: int = 0):
         self.num_ranks = num_ranks
+        self.backend = backend
         self.first_rank = first_rank
 
     @property
@@ -61,7 +64,7 @@ class Ranks:
     def mesh(self, *lengths: int) -> Any:
         """Return OneFlow's placement of these ranks, in ascending order, on a mesh with axes of these lengths."""
         ranks = np.arange(self.first_rank, self.first_rank + self.num_ranks)
-        return flow.placement("cpu", ranks.reshape(lengths or (self.num_ranks,)).tolist())
+        return self.backend.placement(ranks.reshape(lengths or (self.num_ranks,)).tolist())
 
     # ---- Along one axis ----------------------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class Ranks:
         """
         parts, length = prod(axis.size for axis in axes), x.shape[0]
         if length % parts:
-            x = flow.cat([x, flow.zeros(parts - length % parts, dtype=x.dtype)], dim=0)
+            x = flow.cat([x, flow.zeros(parts - length % parts, dtype=x.dtype, device=x.device)], dim=0)
         x = self.gather(between(self.scatter(x, axes, 0)), axes, 0)
         return x[:length] if x.shape[0] != length else x
 
@@ -127,8 +130,8 @@ class Ranks:
 class Stepper(Ranks):
     """Ranks that can log their communication steps."""
 
-    def __init__(self, num_ranks: int, first_rank: int = 0):
-        super().__init__(num_ranks, first_rank)
+    def __init__(self, num_ranks: int, backend: Backend, first_rank: int = 0):
+        super().__init__(num_ranks, backend, first_rank)
         self._log: list[Step] | None = None
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .load import load_oneflow
+from .updates import scale_gradient
 
 flow: Any = load_oneflow()
 
@@ -17,7 +18,7 @@ __all__ = ["make_optimizer", "train_step"]
 Tensor = Any
 
 
-def train_step(loss_of: Callable[..., Tensor], micro_batches: Sequence[Sequence[Any]]) -> float:
+def train_step(loss_of: Callable[..., Tensor], micro_batches: Sequence[Sequence[Any]], scale: float = 1.0) -> float:
     """Run the forward and backward passes of a step, micro-batch by micro-batch, and return the mean loss.
 
     The gradients are those of the mean loss. They are summed over the ranks once, in the backward pass of the last micro-batch.
@@ -26,11 +27,12 @@ def train_step(loss_of: Callable[..., Tensor], micro_batches: Sequence[Sequence[
         loss_of: Returns the mean loss of a micro-batch, the same on every rank: ``loss_of(*micro_batch, sync=is_last)``. Gradients
             collect on each rank until the backward pass of a loss that was computed with ``sync=True``.
         micro_batches: Inputs and targets of each micro-batch, the same on every rank.
+        scale: Factor of the gradients.
     """
     total = 0.0
     for number, micro_batch in enumerate(micro_batches, 1):
         loss = loss_of(*micro_batch, sync=number == len(micro_batches)) / len(micro_batches)
-        loss.backward()
+        scale_gradient(loss, scale).backward()
         total += float(loss.numpy())
     return total
 

@@ -11,6 +11,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
+from .backend import HOST
 from .facts import find_module
 from .load import load_oneflow
 from .stepping import Ranks
@@ -76,11 +77,11 @@ def values_of(module: Any, ranks: Ranks) -> dict[str, np.ndarray]:
     """
     values = {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in module.named_parameters()}
     if ranks.num_ranks > 1 and values:
-        own = flow.tensor(np.array([[crc32(value.data) for value in values.values()]], dtype=np.int64))
+        own = HOST.tensor(np.array([[crc32(value.data) for value in values.values()]], dtype=np.int64))
         checksums = ranks.gather(own, [Axis(ranks.num_ranks, 1)], 0).numpy()
         for i, name in enumerate(list(values)):
             if len(set(checksums[:, i])) > 1:
-                tensor = flow.tensor(values[name])
+                tensor = HOST.tensor(values[name])
                 flow.comm.broadcast(tensor, ranks.first_rank)
                 values[name] = tensor.numpy()
     return values

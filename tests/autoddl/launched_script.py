@@ -62,9 +62,12 @@ def escape(rank="-1", how=""):
     """One rank gets into trouble, or all are done (``success``), while all have children that escaped."""
     for child in start_children():
         print("child", child)
-    print("waiting", os.getpid(), flush=True)
-    if how != "success":
-        fail(rank, how, others="sleep")
+    try:
+        print("waiting", os.getpid(), flush=True)  # whoever reads this may send SIGINT at once, before print returns
+        if how != "success":
+            fail(rank, how, others="sleep")
+    except KeyboardInterrupt:
+        save()
 
 
 def start_children():
@@ -94,8 +97,12 @@ def sleep():
     try:
         time.sleep(600)
     except KeyboardInterrupt:
-        Path(f"saved{JOB.rank}").write_text("saved")
-        print("saved", flush=True)
+        save()
+
+
+def save():
+    Path(f"saved{JOB.rank}").write_text("saved")
+    print("saved", flush=True)
 
 
 def misfortunes(*faults):

@@ -89,6 +89,10 @@ class Hosts:
             self.run(name, "ip", "address", "add", f"{self.addresses[name]}/24", "dev", "eth0")
             self.run(name, "ip", "link", "set", "eth0", "up")
 
+    def pid(self, name: str) -> int:
+        """A process in the namespaces of a host."""
+        return self._holders[name].pid
+
     def command(self, name: str, *words: str, folder: Path | None = None) -> list[str]:
         """A command line that runs another one on a host, in a folder or the present working directory."""
         directory = f"--wd={folder or os.getcwd()}"

@@ -147,6 +147,7 @@ PLANS = {
         objective="communication", untied=True, summa=True, method="random", evaluations=20,
     ),
     "calibrated": lambda: without_pipeline(calibrated()),
+    "graph": lambda: without_pipeline(load_cluster("gcp-a100").resized(2, 2), executor="graph"),
     "slower": slower_than_a_pipeline,
     "pipeline": with_pipeline,
     "calibrated pipeline": calibrated_pipeline,

@@ -162,6 +162,7 @@ def test_names_of_layers_are_harmless(plan_of, text):
         "functools",
         "importlib.util",
         "math",
+        "socket",
         "os",
         "sys",
         "traceback",
@@ -230,5 +231,12 @@ def test_what_cannot_be_written_for_oneflow_is_named(plan_of, pipeline_plan):
     headless = replace(plan.graph, layers=plan.graph.layers[:-1], edges=plan.graph.edges[:-1])
     with pytest.raises(UserError, match=r"ends in lm_head .* without a loss"):
         export(replace(plan, graph=headless), "oneflow", model="a.py:f")
-    with pytest.raises(UserError, match="form 'onnx' is not one of oneflow, json"):
+    with pytest.raises(UserError, match="form 'onnx' is not one of oneflow, oneflow-graph, json"):
         export(plan, "onnx")
+
+
+def test_pipelines_are_not_written_for_a_graph(pipeline_plan):
+    with pytest.raises(
+        UserError, match=r"a pipeline of \d stages, which the graph executor does not run: nn.Graph chooses"
+    ):
+        export(pipeline_plan, "oneflow-graph")

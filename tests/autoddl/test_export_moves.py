@@ -75,7 +75,9 @@ class Ranks:
 
 
 class Array(np.ndarray):
-    """An array with the method of tensors that the library calls."""
+    """An array with what the library reads of tensors."""
+
+    device = SimpleNamespace(type="host")
 
     def contiguous(self):
         return np.ascontiguousarray(self).view(Array)
@@ -102,7 +104,7 @@ def exchanged(ranks, x, source, target):
             sent[rank] += part.size
             boxes[rank, receiver - 100].put(part.copy())
 
-        def receive(shape, dtype, sender):
+        def receive(shape, dtype, sender, device):
             part = boxes[sender - 100, rank].get(timeout=20)
             assert part.shape == shape and part.dtype == dtype
             return part

@@ -44,6 +44,8 @@ def check_instructions(plan: PlanFile, programs: list[list[str]]) -> None:
     def partners(worker: int, word: str) -> list[tuple[int, str]]:
         if match := re.fullmatch(r"(.+)([<>])(\d+)", word):
             return [(int(match[3]), f"{match[1]}{'><'['><'.index(match[2]) - 1]}{worker}")]
+        if re.fullmatch(r"V\d+", word):
+            return [(other, word) for other in range(len(waiting)) if other != worker]
         if match := re.fullmatch(r"([\d&]+)A\d+", word):
             held = set().union(*(holders[int(stage)] for stage in match[1].split("&")))
             return [(other, word) for other in held - {worker}]
@@ -62,6 +64,8 @@ def check_instructions(plan: PlanFile, programs: list[list[str]]) -> None:
                 assert word.partition(">")[0] in done
             elif "<" in word:
                 received[worker].add(word.partition("<")[0])
+            elif word[0] == "V":  # all workers decide together, before any of them updates
+                assert not any("U" in other for other in done)
             elif word[-2:] and "A" not in word:
                 task = parse_task(word)
                 neighbour = task._replace(stage=task.stage + (-1 if task.kind is Kind.FORWARD else 1))

@@ -173,6 +173,8 @@ def test_steps_are_compared_as_multisets_up_to_padding():
 def test_messages_of_sums_of_a_few_numbers():
     # One number around a ring of four: three hops to be summed, three to be told; 6 messages of 4 ranks together.
     assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=4)) == 6
+    assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=8)) == 12
+    assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=8), number_bytes=8) == 6  # a loss in double precision
     assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=1024)) == 24
     assert 4 * sent_messages(step(Collective.ALL_GATHER, nbytes=4)) == 12
 

@@ -16,9 +16,9 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
-from autoddl.calib.measure import Hosts, settings_of
+from autoddl.calib.hosts import Hosts
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
-from autoddl.calib.settings import TimedSetting
+from autoddl.calib.settings import TimedSetting, settings_of
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import is_available
@@ -37,7 +37,7 @@ needs_oneflow = pytest.mark.skipif(not is_available(), reason="OneFlow is not av
 def test_groups_inside_and_between_hosts():
     """Ranks 0 to 3 on two hosts of two, in blocks: neighbours share a host, ranks two apart do not, all four mix."""
     hosts = Hosts((0, 0, 2, 2), "a")
-    assert (hosts.level(2, 1), hosts.level(2, 2), hosts.level(4, 1)) == ("intra-node", "inter-node", None)
+    assert (hosts.level(2, 1), hosts.level(2, 2), hosts.level(4, 1)) == ("intra-node", "inter-node", "both")
     assert hosts.ranks_per_node == 2
     # Dealt out round robin it is the other way round; on one host everything is inside.
     assert [Hosts((0, 1, 0, 1), "a").level(2, stride) for stride in (1, 2)] == ["inter-node", "intra-node"]
@@ -58,9 +58,12 @@ def test_settings_cover_every_axis():
 
 def test_small_collectives_run_back_to_back():
     """Until they have exchanged 1 MiB, at most 8 times; transfers and local work are not."""
-    calls = {size: TimedSetting("all-reduce", 2, 1, size).calls for size in (4096, 2**18, 2**20, 2**24)}
+    calls = {size: TimedSetting("all-reduce", 2, 1, size).calls(on_gpus=False) for size in (4096, 2**18, 2**20, 2**24)}
     assert calls == {4096: 8, 2**18: 4, 2**20: 1, 2**24: 1}
-    assert TimedSetting("point-to-point", 2, 1, 4096).calls == TimedSetting("matmul", 1, 1, 4096, (8, 8, 8)).calls == 1
+    transfer, product = TimedSetting("point-to-point", 2, 1, 4096), TimedSetting("matmul", 1, 1, 4096, (8, 8, 8))
+    assert [one.calls(on_gpus=False) for one in (transfer, product)] == [1, 1]
+    # On GPUs kernels are launched without waiting for each.
+    assert [one.calls(on_gpus=True) for one in (transfer, product)] == [1, 8]
 
 
 @pytest.mark.parametrize(

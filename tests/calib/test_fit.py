@@ -217,7 +217,7 @@ def test_device_parameters():
                 samples.append(Sample(kind, "device", 1, nbytes, i, time, ranks_per_node=ranks, cores=2, shape=text))
     fit = fit_device(samples)
     assert fit is not None and fit.error < 0.03
-    true = {"launch": 40e-6, "work": 1 / 40e9, "memory": 1 / 8e9, "crowding": 1.0}
+    true = {"launch": 40e-6, "work float32": 1 / 40e9, "memory": 1 / 8e9, "crowding": 1.0}
     for term, value in true.items():
         assert fit.parameters[term] == pytest.approx(value, rel=0.06)
         low, high = np.quantile(fit.draws[term], [0.005, 0.995])

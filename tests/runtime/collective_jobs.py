@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import oneflow as flow
 
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.comm import collectives
 from autoddl.pipelines.runtime.comm.mesh import RankAxis
@@ -65,7 +66,7 @@ def count_small_messages(num_repeats):
             if rank == 0:
                 collectives.send(x, world_size - 1)
             elif rank == world_size - 1:
-                collectives.receive((1,), flow.float64, 0)
+                collectives.receive((1,), flow.float64, 0, CPU)
 
     baseline = measure_baseline()
     return [measure(section, baseline)[1].payload_bytes / num_repeats for section in (gather, transfer)]
@@ -90,8 +91,8 @@ def pass_around(values):
     shape, dtype = tuple(mine.shape), mine.dtype
     if rank == 0:
         collectives.send(mine, 1)
-        return collectives.receive(shape, dtype, world_size - 1).numpy()
-    got = collectives.receive(shape, dtype, rank - 1)
+        return collectives.receive(shape, dtype, world_size - 1, CPU).numpy()
+    got = collectives.receive(shape, dtype, rank - 1, CPU)
     collectives.send(mine, (rank + 1) % world_size)
     return got.numpy()
 
@@ -101,7 +102,7 @@ def peer_refusals():
     messages = []
     for call in (
         lambda: collectives.send(flow.ones(2), rank),
-        lambda: collectives.receive((2,), flow.float32, world_size),
+        lambda: collectives.receive((2,), flow.float32, world_size, CPU),
         lambda: collectives.send(flow.ones(2, dtype=flow.float16), (rank + 1) % world_size),
     ):
         try:

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.ranks.rank import report
 
@@ -89,7 +90,7 @@ def wait_for_the_wrong_rank():
 
     from autoddl.pipelines.runtime.comm.collectives import receive
 
-    return receive((4,), flow.float32, (RANK + 1) % NUM_RANKS).numpy()
+    return receive((4,), flow.float32, (RANK + 1) % NUM_RANKS, CPU).numpy()
 
 
 def let_connections_break():

@@ -52,6 +52,7 @@ def move_pairs(
 ) -> list[dict[str, Any]]:
     """For each pair of distributions over the ranks from ``first_rank`` on what this rank holds after, forward and backward, and
     the traffic."""
+    from autoddl.pipelines.runtime.backend import HOST
     from autoddl.pipelines.runtime.comm.moving import move_tensor
     from autoddl.pipelines.runtime.ranks.wire import Meter
     from autoddl.pipelines.runtime.stepping import Stepper
@@ -60,7 +61,7 @@ def move_pairs(
     rank = flow.env.get_rank() - first_rank
     if not 0 <= rank < num_ranks:
         return []
-    stepper = Stepper(num_ranks, first_rank)
+    stepper = Stepper(num_ranks, HOST, first_rank)
     meter = Meter() if measured else None
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 997
     gradient = (np.arange(np.prod(shape), dtype=np.float32).reshape(shape) * 7) % 991
@@ -96,13 +97,14 @@ def move_pairs(
 def replay_exchanges(pairs: list[tuple[str, str]], shape: tuple[int, ...]) -> list[tuple[int, float, float]]:
     """For each exchange what ranking strategies would time of it: (payload, bytes, messages) of all ranks, forward."""
     from autoddl.calib.replay import steps_alone
+    from autoddl.pipelines.runtime.backend import HOST
     from autoddl.pipelines.runtime.ranks.wire import Meter
 
     meter, found = Meter(), []
     num_ranks = load_oneflow().env.get_world_size()
     for a, b in pairs:
         expected = steps(redistribute(Distribution.parse(a), Distribution.parse(b), shape), 4 * np.prod(shape))
-        _, traffic = meter(steps_alone([(None, step) for step in expected]))
+        _, traffic = meter(steps_alone([(None, step) for step in expected], HOST))
         sent, messages = (
             num_ranks * sum(getattr(step, name) for step in expected) for name in ("mean_sent_bytes", "mean_messages")
         )

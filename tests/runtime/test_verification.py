@@ -24,6 +24,7 @@ from autoddl.planfile import load_plan, plan_document, save_plan, unpipelined_pl
 from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.verification import Limits, VerifyOptions, comparing, prediction, run, verify
+from autoddl.verification.executors import executor_of
 from autoddl.verification.prediction import PHASES
 from autoddl.verification.task import ByteCounts
 from autoddl.zoo import Transformer, gpt, llama, mlp
@@ -139,7 +140,11 @@ def test_a_model_too_large_is_scaled_down_with_its_strategies(counted_ranks, cap
     assert code == 0 and document["verdict"] == "right"
     scaled = {change["what"]: (change["before"], change["after"]) for change in document["scaled"]}
     assert scaled["blocks"] == ("6", "2") and int(scaled["width"][1]) < 2048
-    assert document["notes"] == ["the plan is for mixed precision; CPU ranks run, and bytes are priced, in float32"]
+    assert document["notes"] == [
+        "the plan is for GPUs; here CPU ranks run it",
+        "mixed precision, float16 with float32 masters, runs as float32 with float64 masters, the types that CPU ranks have; bytes "
+        "are priced for them",
+    ]
     for layer in document["layers"]:
         assert layer["strategy"] == [list(split) for split in planned.strategies[layer["name"]].splits]
 
@@ -193,7 +198,7 @@ def replay(counted_ranks, plan_file):
         return comparing.compare(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "compare", compare)
+        patch.setattr(run, "executor_of", lambda name: replace(executor_of(name), compare=compare))
         assert verify(load_plan(plan_file), 4, options=FULL_SIZE, pool=counted_ranks(4)).is_right
     return Replay(*found)
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import oneflow as flow
 
+from autoddl.pipelines.runtime.backend import HOST
 from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout
+from autoddl.pipelines.runtime.loss_scaling import LossScaler
 from autoddl.pipelines.runtime.parameters import StoredParameter
 from autoddl.pipelines.runtime.pipeline.actions import BoundaryTensor, Run
 from autoddl.pipelines.runtime.pipeline.data import BatchSource, SlotData
@@ -24,7 +26,7 @@ from autoddl.pipelines.runtime.pipeline.work import ModelWork
 from autoddl.pipelines.runtime.train_steps import make_optimizer
 from autoddl.pipelines.schedule import ScheduleFrame
 
-from .given import JOB_RANK, RANKS, WORKER, WORKERS
+from .given import BACKEND, JOB_RANK, RANKS, WORKER, WORKERS
 from .parameters import all_parameters
 from .training import load_plain_state, plain_state
 
@@ -118,6 +120,7 @@ class Pipeline:
 
     Attributes:
         replicas: the stages of this worker by (pipeline, stage).
+        scaler: scale of the loss, and the number of skipped updates; None if losses are not scaled.
         report: measurements of the last run: start and end of each task, and the bytes that this rank sent. None before the
             first run.
     """
@@ -149,12 +152,13 @@ class Pipeline:
         }
         self.stages = ModuleStages(
             self.replicas,
-            [BoundaryTensor((boundary.rows, boundary.features), flow.float32) for boundary in boundaries],
+            [BoundaryTensor((boundary.rows, boundary.features), BACKEND.compute) for boundary in boundaries],
             SlotData(schedule, slots_per_micro_batch, slot_rows, lambda number: (np.empty(0), np.empty(0))),
             make_gradient_sums(schedule, self.replicas, shared),
         )
         weights = {key: replica.weights for key, replica in self.replicas.items()}
-        self.work = ModelWork(self.program, self.stages, weights)
+        self.scaler = LossScaler() if BACKEND.scales_losses else None
+        self.work = ModelWork(self.program, self.stages, weights, scaler=self.scaler)
         self.report: RankReport | None = None
 
     def run(self, batches: BatchSource) -> np.ndarray:
@@ -167,21 +171,27 @@ class Pipeline:
             The mean loss of each update of the schedule, the same on every rank.
         """
         self.stages.data.batch = batches
-        self.report = execute(self.program, self.work, Transport())
-        losses = np.zeros(self.schedule.num_updates, np.float32)
+        self.report = execute(self.program, self.work, Transport(BACKEND))
+        # In two rows: the loss of each update, and whether any stage skipped it.
+        rows = np.zeros((2, self.schedule.num_updates), np.float32)
         for number, loss in self.report.losses.items():
             update = self.schedule.update_of(number)
-            losses[update] += loss / len(self.schedule.micro_batches_of(update))
-        total = flow.tensor(losses)
+            rows[0, update] += loss / len(self.schedule.micro_batches_of(update))
+        rows[1, list(self.work.skipped_updates())] = 1
+        total = HOST.tensor(rows)
         flow.comm.all_reduce(total)
-        return total.numpy()
+        losses, num_skipped = total.numpy()
+        if self.scaler is not None:
+            for num in num_skipped:
+                self.scaler.update(is_finite=not num)
+        return losses
 
 
 def make_replica(module: Any, optimizer: str, learning_rate: float) -> StageReplica:
     """Return a stage with an optimizer of its weights."""
     stored = all_parameters(module)
     names = [parameter.layout.name for parameter in stored]
-    weights = WeightVersions(names, stored, lambda tensors: make_optimizer(tensors, optimizer, learning_rate))
+    weights = WeightVersions(names, stored, lambda tensors: make_optimizer(tensors, optimizer, learning_rate), BACKEND)
     return StageReplica(module, stored, weights)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import oneflow as flow
 
+from autoddl.pipelines.runtime.backend import HOST
 from autoddl.pipelines.runtime.facts import module_at
 
 from .parameters import all_parameters
@@ -88,7 +89,7 @@ def copy_values_of_first_rank(plain: Any) -> None:
     """Set the parameters of a plain model to the first rank's values. All ranks must call this."""
     if flow.env.get_world_size() > 1:
         for tensor in plain.parameters():
-            value = flow.tensor(np.ascontiguousarray(tensor.detach().numpy()))
+            value = HOST.tensor(np.ascontiguousarray(tensor.detach().numpy()))
             flow.comm.broadcast(value, 0)
             tensor.data.copy_(value)
 
@@ -113,7 +114,7 @@ def check_against_plain(model: Any, plain: Any, samples: Sequence[np.ndarray], t
     was_training = plain.training
     plain.eval()
     with flow.no_grad():
-        expected = float(plain(*map(flow.tensor, samples)).numpy())
+        expected = float(plain(*map(HOST.tensor, samples)).numpy())
         loss = float(model(*inputs_and_targets(samples)).numpy())
     plain.train(was_training)
     check_loss(loss, expected, tolerance)
@@ -122,7 +123,7 @@ def check_against_plain(model: Any, plain: Any, samples: Sequence[np.ndarray], t
 def plain_loss(plain: Any, batches: Sequence[Sequence[np.ndarray]]) -> float:
     """Return the plain model's loss, averaged over some micro-batches."""
     with flow.no_grad():
-        losses = [float(plain(*map(flow.tensor, samples)).numpy()) for samples in batches]
+        losses = [float(plain(*map(HOST.tensor, samples)).numpy()) for samples in batches]
     return sum(losses) / len(losses)
 
 

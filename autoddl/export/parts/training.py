@@ -40,7 +40,7 @@ def load_plain_state(model: Any, state: Mapping[str, Any]) -> None:
             shape = (rows, *stored.layout.shape[1:])
             if parts[-1].shape != shape:
                 raise ValueError(f"the state_dict's {name} has shape {parts[-1].shape}, should have {shape}")
-        stored.assign(np.concatenate(parts).astype(np.float32))
+        stored.assign(np.concatenate(parts))
 
 
 def plain_state(model: Any, aliases: Mapping[str, str]) -> dict[str, np.ndarray]:

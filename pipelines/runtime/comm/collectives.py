@@ -32,17 +32,19 @@ Unexpected details of OneFlow (0.9.0, CPU):
 - The ranks of a group need not be neighbours, and need not have made the same calls before: placements such as [1, 3], which ranks
   0 and 2 never use, give correct values, also alternating at random with other placements.
 - `oneflow.autograd.Function` accepts tensors only; its base class, which is used here, accepts any pair of callables.
-- float16 and bfloat16 abort the process in a reduction, and neither they nor uint8 have an all-to-all: they raise UserError here.
+- On CPU ranks, float16 and bfloat16 abort the process in a reduction, and neither they nor uint8 have an all-to-all: they raise
+  UserError here. NCCL, which GPUs communicate with, has both.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from autoddl.costmodel.devices import GPU
 from autoddl.costmodel.errors import UserError
 
+from ..backend import is_on_gpu, placement_of, type_name
 from ..load import load_oneflow
 from .mesh import RankAxis
 
@@ -67,6 +69,8 @@ Tensor = Any  # oneflow.Tensor; OneFlow has no type annotations
 _MOVABLE = (flow.float32, flow.float64, flow.int8, flow.int32, flow.int64, flow.bool)
 #: Types that can be summed over ranks.
 _SUMMABLE = (flow.float32, flow.float64, flow.int32, flow.int64)
+#: Types that can be sent and summed on GPUs only.
+_HALVES = (flow.float16, flow.bfloat16)
 
 
 # ---- Differentiable collectives ---------------------------------------------------------------------------------------
@@ -175,7 +179,9 @@ def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
     """P -> B: sum a vector over any ranks of the job, in ascending order and including this one; without autograd."""
     if len(ranks) == 1:
         return x
-    tensor = flow.empty(x.numel(), dtype=x.dtype, placement=_placement(ranks), sbp=flow.sbp.partial_sum)
+    tensor = flow.empty(
+        x.numel(), dtype=x.dtype, placement=placement_of(x.device.type, ranks), sbp=flow.sbp.partial_sum
+    )
     flow._C.assign_local_tensor(tensor.to_local(), x)  # to_local() shares the storage
     return tensor.to_global(sbp=flow.sbp.broadcast).to_local()
 
@@ -192,25 +198,26 @@ def send(x: Tensor, to_rank: int) -> None:
     Raises:
         UserError: The type of ``x`` cannot be sent, or ``to_rank`` is not another rank of the job.
     """
-    _check_type(x.dtype, _MOVABLE, "point-to-point transfer")
+    _check_type(x.dtype, _MOVABLE, "point-to-point transfer", is_on_gpu(x))
     _check_peer(to_rank, "send to")
     flow.comm.send(x.contiguous(), to_rank, send_meta=False)
 
 
-def receive(shape: tuple[int, ...], dtype: Any, from_rank: int) -> Tensor:
+def receive(shape: tuple[int, ...], dtype: Any, from_rank: int, device: str) -> Tensor:
     """Receive a local tensor that another rank sends with `send`.
 
     Args:
         shape: Shape of the tensor.
         dtype: Type of the tensor.
         from_rank: Sending rank.
+        device: Type of device that the tensor lies on.
 
     Raises:
         UserError: The type cannot be sent, or ``from_rank`` is not another rank of the job.
     """
-    _check_type(dtype, _MOVABLE, "point-to-point transfer")
+    _check_type(dtype, _MOVABLE, "point-to-point transfer", device == GPU)
     _check_peer(from_rank, "receive from")
-    return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device("cpu"))
+    return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device(device))
 
 
 # ---- Local tensors in, local tensors out: no autograd, no checks -------------------------------------------------------
@@ -247,7 +254,7 @@ def _take_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 def _pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] *= axis.size
-    whole = flow.zeros(*shape, dtype=x.dtype)
+    whole = flow.zeros(*shape, dtype=x.dtype, device=x.device)
     flow.narrow(whole, dim, axis.index(flow.env.get_rank()) * x.shape[dim], x.shape[dim]).copy_(x)
     return whole
 
@@ -263,14 +270,9 @@ def _exchange(x: Tensor, axis: RankAxis, shape: tuple[int, ...], before: Any, af
         after: New state.
     """
     group = axis.group(flow.env.get_rank())
-    tensor = flow.empty(*shape, dtype=x.dtype, placement=_placement(group), sbp=before)
+    tensor = flow.empty(*shape, dtype=x.dtype, placement=placement_of(x.device.type, group), sbp=before)
     flow._C.assign_local_tensor(tensor.to_local(), x.contiguous())  # to_local() shares the storage
     return tensor.to_global(sbp=after).to_local()
-
-
-@functools.cache
-def _placement(group: tuple[int, ...]) -> Any:
-    return flow.placement("cpu", list(group))
 
 
 def _cut(x: Tensor, num_pieces: int, dim: int) -> Tensor:
@@ -305,7 +307,7 @@ def _differentiable(
 def _check_call(x: Tensor, axis: RankAxis, what: str, types: tuple[Any, ...] = ()) -> None:
     """Check that the type is one of ``types`` (if any are given) and that this rank is on the mesh of ``axis``."""
     if types:
-        _check_type(x.dtype, types, what)
+        _check_type(x.dtype, types, what, is_on_gpu(x))
     world_size = flow.env.get_world_size()
     if axis.first_rank + axis.num_ranks > world_size:
         last = axis.first_rank + axis.num_ranks - 1
@@ -323,10 +325,12 @@ def _non_negative_dim(x: Tensor, dim: int, what: str) -> int:
     return dim % num_dims
 
 
-def _check_type(dtype: Any, types: tuple[Any, ...], what: str) -> None:
+def _check_type(dtype: Any, types: tuple[Any, ...], what: str, on_gpu: bool) -> None:
+    types = (*types, *_HALVES) if on_gpu else types
     if dtype not in types:
-        names = ", ".join(str(t).rpartition(".")[2] for t in types)
-        raise UserError(f"{what} of {str(dtype).rpartition('.')[2]} is not possible on CPU ranks; possible are {names}")
+        names = ", ".join(type_name(t) for t in types)
+        ranks = "GPUs" if on_gpu else "CPU ranks"
+        raise UserError(f"{what} of {type_name(dtype)} is not possible on {ranks}; possible are {names}")
 
 
 def _check_divides(x: Tensor, axis: RankAxis, dim: int, what: str) -> None:

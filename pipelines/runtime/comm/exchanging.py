@@ -95,7 +95,7 @@ def send_pieces(
             lengths = list(x.shape)
             for dim, indices in zip(dims, piece.block):
                 lengths[dim] = len(indices)
-            received.append((piece, receive(tuple(lengths), x.dtype, ranks.first_rank + piece.source)))
+            received.append((piece, receive(tuple(lengths), x.dtype, ranks.first_rank + piece.source, x.device.type)))
     return received
 
 

@@ -502,6 +502,11 @@ class ProductOrder:
     section_widths: tuple[int, ...]
 
     @property
+    def num_sections(self) -> int:
+        """Number of sections that are interleaved; 1 without groups."""
+        return len(self.section_widths) if self.num_groups > 1 else 1
+
+    @property
     def rows(self) -> np.ndarray:
         """For each output feature, its row in the modules' concatenated weights."""
         return product_rows(self.section_widths, self.num_groups)

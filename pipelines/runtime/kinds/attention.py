@@ -43,11 +43,11 @@ def program(context: LayerContext) -> LayerProgram:
         "group_heads": attributes["heads"] // groups,
         "head_dim": attributes["head_dim"],
         "causal": bool(attributes["causal"]),
-        "angles": context.fact("angles", "angles_of", layer.rows, attributes["head_dim"]),
+        "theta": context.fact("theta", "rotary_base_of"),
     }
     if kind_of(layer.kind).drops_elements(layer):
         dropout = context.fact("dropout", "dropout_of", layer.name, -1)
         statements.append(Call("bind_dropout", (dropout, Name("step"), RANKS), result=("drop",)))
         options["drop"] = Name("drop")
-    statements += context.recomputable(("x",), [Call("attend", (X,), options, computes=True)])
+    statements += context.recomputable(("x",), [Call("attend", (X, RANKS), options, computes=True)])
     return LayerProgram((), tuple(statements))

@@ -23,8 +23,8 @@ def program(context: LayerContext) -> LayerProgram:
         "axes": layout.axes(1),
         "ranks": RANKS,
     }
-    body = [Call("normalised", (X,), options, num_steps=ALL_STEPS, computes=True)]
-    body += [Call(name, (X, Name(weight))) for name, weight in zip(("multiply", "add"), context.weights)]
+    weight, *bias = map(Name, context.weights)
+    body = [Call("normalise", (X, weight, bias[0] if bias else None), options, num_steps=ALL_STEPS, computes=True)]
     statements = [
         *context.input_data(prod(layer.input_shape[:-1])),
         *context.recomputable(("x", *context.weights), body),

@@ -17,6 +17,8 @@ The text of an action contains the text of its task (:mod:`autoddl.pipelines.sch
 ``rest of 2F5, 1 to 3``      send or receive the second part of a message, if it could not be compressed
 ``reduce 0A3 of (0 4)``      sum the gradients of stage 0 for update 3 over ranks 0 and 4
 ``reduce 0&3A3 of (0 4)``    sum the gradients of the weights that stages 0 and 3 share
+``agree on 2V3 of (4 5)``    decide with ranks 4 and 5 whether update 3 of stage 2 is skipped, since gradients are not finite
+``agree on V3 of (0 1)``     the same for all stages of these ranks
 ``update 2U3``               turn version 3 of stage 2's weights into version 4, in place
 ``update 2U3 keep``          the same, keeping version 3 for later tasks
 ``drop 2v3``                 free version 3 of stage 2's weights
@@ -36,6 +38,7 @@ from .slots import HeldBlock, slots_of
 
 __all__ = [
     "Action",
+    "Agree",
     "BoundaryTensor",
     "Drop",
     "Message",
@@ -204,6 +207,28 @@ class Reduce(NamedTuple):
         return f"reduce {stages}A{self.update} of ({' '.join(map(str, self.ranks))})"
 
 
+class Agree(NamedTuple):
+    """Decide together whether an update is skipped, because the gradients of some rank are not finite (mixed precision only).
+
+    Attributes:
+        stage: Stage whose update waits for the decision; None: all stages of the ranks.
+        update: Number of the update.
+        ranks: All ranks that decide, ascending.
+    """
+
+    stage: int | None
+    update: int
+    ranks: tuple[int, ...]
+
+    @property
+    def word(self) -> str:
+        """The action as a word of a worker."""
+        return f"{'' if self.stage is None else self.stage}V{self.update}"
+
+    def __str__(self) -> str:
+        return f"agree on {self.word} of ({' '.join(map(str, self.ranks))})"
+
+
 class Update(NamedTuple):
     """Run an optimizer step, which turns a version of a stage's weights into the next one.
 
@@ -237,7 +262,7 @@ class Drop(NamedTuple):
         return f"drop {prefix}{self.stage}v{self.version}"
 
 
-Action = Union[Run, Send, Receive, Rest, Reduce, Update, Drop]
+Action = Union[Run, Send, Receive, Rest, Reduce, Agree, Update, Drop]
 
 
 @dataclass(frozen=True)

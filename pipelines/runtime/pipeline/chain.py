@@ -142,7 +142,7 @@ def _gpt(model: GPT) -> ModuleChain:
     """Return the chain of a GPT: embedding, blocks, head."""
 
     def embed(tokens: Tensor) -> Tensor:
-        return model.wte(tokens) + model.wpe(flow.arange(tokens.shape[1]))
+        return model.wte(tokens) + model.wpe(flow.arange(tokens.shape[1], device=tokens.device))
 
     blocks = tuple(ChainLayer(block, (f"h.{i}",)) for i, block in enumerate(model.h))
     head = ChainLayer(lambda x: model.lm_head(model.ln_f(x)), ("ln_f", "lm_head"))
@@ -161,7 +161,7 @@ def _llama(model: Llama) -> ModuleChain:
     """Return the chain of a Llama: embedding, blocks (each computes the rotary angles of its positions), head."""
 
     def run(block: Any, x: Tensor) -> Tensor:
-        return block(x, *model.angles(x.shape[1]))
+        return block(x, *model.angles(x.shape[1], x.device))
 
     blocks = tuple(ChainLayer(functools.partial(run, block), (f"layers.{i}",)) for i, block in enumerate(model.layers))
     head = ChainLayer(lambda x: model.lm_head(model.norm(x)), ("norm", "lm_head"))

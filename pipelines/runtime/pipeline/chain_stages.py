@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backend import HOST, Backend
 from ..load import load_oneflow
 from .actions import BoundaryTensor, Reduce, Run
 from .chain import StageModule, tied_stages
@@ -33,6 +34,7 @@ class ChainStages:
         stages: All stages of the model.
         boundaries: The tensors at the boundaries between them.
         batch: Source of the micro-batches.
+        backend: Device and types.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class ChainStages:
         stages: Sequence[StageModule],
         boundaries: Sequence[BoundaryTensor],
         batch: BatchSource,
+        backend: Backend = HOST,
     ) -> None:
+        self._backend = backend
         self.boundaries = boundaries
         self._stages = stages
         self._data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
@@ -76,6 +80,9 @@ class ChainStages:
             return y, []
         # The loss of each micro-batch, weighted by its share of the update's rows.
         targets = self._tensor(slots, 1)
+        if self._backend.has_masters:  # losses are computed in the master type
+            y = y.to(self._backend.master)
+            targets = targets.to(y.dtype) if targets.is_floating_point() else targets
         total, parts, first_row = 0.0, [], 0
         for micro_batch, slots_of_one in groupby(slots, key=self._data.micro_batch):
             num_rows = len(list(slots_of_one)) * len(self._rows)
@@ -88,7 +95,7 @@ class ChainStages:
 
     def _tensor(self, slots: range, which: int) -> Tensor:
         """Return this rank's rows of the inputs (``which`` = 0) or targets (1) of some slots."""
-        return flow.tensor(np.concatenate([self._data.rows(slot, which, self._rows) for slot in slots]))
+        return self._backend.activation(np.concatenate([self._data.rows(slot, which, self._rows) for slot in slots]))
 
     def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
         names = self._names[action.stages]

@@ -38,7 +38,7 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +47,8 @@ import numpy as np
 
 from autoddl.costmodel.documents import Fields, canonical_hash
 from autoddl.costmodel.errors import UserError
+
+from ..loss_scaling import LossScaler
 
 __all__ = [
     "Checkpoint",
@@ -199,6 +201,7 @@ def write_complete(
     schedule: str,
     parts: Iterable[CheckpointFile],
     damaged: Collection[Path] = (),
+    loss_scale: Mapping[str, float] | None = None,
 ) -> None:
     """Complete a checkpoint, all parts of which have been written, and remove old checkpoints. One rank calls this function.
 
@@ -209,6 +212,7 @@ def write_complete(
         schedule: Name of the schedule.
         parts: All parts of the checkpoint.
         damaged: Older checkpoints that are known to be damaged.
+        loss_scale: State of the scale of the loss; None if losses are not scaled.
 
     Raises:
         OSError: a part is missing (because the ranks do not share the directory, say), or the disk is full.
@@ -236,6 +240,8 @@ def write_complete(
         "schedule": schedule,
         "files": [{"name": part.name, "bytes": part.num_bytes, "sha256": part.sha256} for part in parts],
     }
+    if loss_scale is not None:
+        document["loss_scale"] = dict(loss_scale)
     document["hash"] = canonical_hash(document)
     _write_file(unfinished / _MANIFEST, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
     _synchronize(unfinished)
@@ -371,6 +377,7 @@ class Checkpoint:
         num_updates: Number of weight updates when it was written.
         num_micro_batches: Number of micro-batches when it was written.
         parts: Parts of the checkpoint.
+        loss_scale: State of the scale of the loss; None if losses were not scaled.
         hash: Hash of the manifest's content.
     """
 
@@ -378,6 +385,7 @@ class Checkpoint:
     num_updates: int
     num_micro_batches: int
     parts: tuple[CheckpointFile, ...]
+    loss_scale: Mapping[str, float] | None = None
     hash: str = field(default="", compare=False)
 
     def verify(self, parts: Iterable[CheckpointFile]) -> None:
@@ -521,9 +529,12 @@ def _checkpoint_of_manifest(folder: Path, fields: Fields) -> Checkpoint:
             raise DamagedError(f"{_MANIFEST} lists {part.name[:60]!r}, which is not the name of a part")
     if len({part.name for part in parts}) != len(parts):
         raise DamagedError(f"{_MANIFEST} lists a part twice")
-    checkpoint = Checkpoint(
-        folder, fields.integer("num_updates"), fields.integer("num_micro_batches"), parts, hash=content_hash
-    )
+    counts = fields.integer("num_updates"), fields.integer("num_micro_batches")
+    loss_scale = None
+    if "loss_scale" in fields:
+        state = fields.object("loss_scale")
+        loss_scale = {name: state.number(name, maximum=2.0**1000) for name in asdict(LossScaler())}
+    checkpoint = Checkpoint(folder, *counts, parts, loss_scale, hash=content_hash)
     if folder.name != checkpoint_folder(Path(), checkpoint.num_updates).name:
         raise DamagedError(f"{_MANIFEST} is of step {checkpoint.num_updates}")
     return checkpoint

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from autoddl.costmodel.errors import UserError
 
 from ...schedule import Kind, Task
-from .actions import Action, Receive, Reduce, Rest, Run, Send, Update
+from .actions import Action, Agree, Receive, Reduce, Rest, Run, Send, Update
 from .holding import Holding
 
 __all__ = ["ProgramError", "check_programs"]
@@ -61,7 +61,7 @@ def check_programs(holding: Holding, programs: Sequence[Sequence[Action]], compr
 
 def _participants(action: Action) -> list[int]:
     """Return the ranks that take part in a communication."""
-    if isinstance(action, (Reduce, Run)):
+    if isinstance(action, (Reduce, Agree, Run)):
         return list(action.ranks)
     assert isinstance(action, (Send, Receive, Rest))
     return [action.message.source, action.message.destination]
@@ -69,7 +69,7 @@ def _participants(action: Action) -> list[int]:
 
 def _is_same_communication(head: Action | None, action: Action) -> bool:
     """Whether a rank whose next communication is ``head`` has reached the communication ``action`` of another rank."""
-    if isinstance(action, (Reduce, Rest, Run)):
+    if isinstance(action, (Reduce, Agree, Rest, Run)):
         return head == action
     assert isinstance(action, (Send, Receive))
     return isinstance(head, (Send, Receive)) and head.message == action.message
@@ -93,6 +93,10 @@ class _DryRun:
             (stage, action.update) for action in program if isinstance(action, Reduce) for stage in action.stages
         )
 
+        self._agrees = any(isinstance(action, Agree) for action in program)
+        # (stage, update) of the decisions; None for all stages.
+        self._decided: set[tuple[int | None, int]] = set()
+
     @property
     def head(self) -> Action | None:
         """The next communication, for which the rank waits; None at the end of the program."""
@@ -102,13 +106,21 @@ class _DryRun:
         """Execute actions up to the next communication."""
         while self._position < len(self._program):
             action = self._program[self._position]
-            if isinstance(action, (Send, Receive, Rest, Reduce)) or (isinstance(action, Run) and action.ranks):
+            if isinstance(action, (Send, Receive, Rest, Reduce, Agree)) or (isinstance(action, Run) and action.ranks):
                 return
             if isinstance(action, Run):
                 self._compute(action)
-            elif isinstance(action, Update) and self._num_missing_sums[action.task.stage, action.task.micro_batch]:
-                self._fail(action, "the sum of its gradients (where stages share weights, updates come last)")
+            elif isinstance(action, Update):
+                self._check_update(action)
             self._position += 1
+
+    def _check_update(self, action: Update) -> None:
+        """Check that the sums of an update's gradients are complete, and that it is decided whether it is skipped."""
+        stage, update = action.task.stage, action.task.micro_batch
+        if self._num_missing_sums[stage, update]:
+            self._fail(action, "the sum of its gradients (where stages share weights, updates come last)")
+        if self._agrees and not {(stage, update), (None, update)} & self._decided:
+            self._fail(action, "the decision whether it is skipped (updates come last)")
 
     def complete(self) -> None:
         """Complete the communication at the head, whose ranks have all reached it."""
@@ -123,6 +135,8 @@ class _DryRun:
         elif isinstance(action, Reduce):
             for stage in action.stages:
                 self._num_missing_sums[stage, action.update] -= 1
+        elif isinstance(action, Agree):
+            self._decided.add((action.stage, action.update))
         elif isinstance(action, Run):
             self._compute(action)
 

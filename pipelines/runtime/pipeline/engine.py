@@ -8,7 +8,7 @@ from typing import Any
 
 from ...schedule import Kind, Task
 from ..load import load_oneflow
-from .actions import Drop, Message, Program, Receive, Reduce, Rest, Run, Send, Update
+from .actions import Agree, Drop, Message, Program, Receive, Reduce, Rest, Run, Send, Update
 from .inbox import Inbox, part_of_each_slot
 from .report import RankReport
 from .transport import Transport
@@ -68,6 +68,8 @@ class _Engine:
                 self._store(action.message, self._transport.rest(action.message))
             elif isinstance(action, Reduce):
                 self._reduce(action)
+            elif isinstance(action, Agree):
+                self._agree(action)
             elif isinstance(action, Update):
                 self._update(action)
             else:
@@ -151,13 +153,25 @@ class _Engine:
         for stage in action.stages:
             self._pending_sums.setdefault((stage, action.update), []).append(pending)
 
-    def _update(self, action: Update) -> None:
-        task = action.task
-        for reduction, total, issued in self._pending_sums.pop((task.stage, task.micro_batch), ()):
+    def _agree(self, action: Agree) -> None:
+        stages = {stage for _, stage in self._program.frame.stages_on(self._program.worker)}
+        for stage in stages if action.stage is None else {action.stage}:
+            self._finish_sums(stage, action.update)
+        self._work.agree(action, self._transport)
+
+    def _finish_sums(self, stage: int, update: int) -> None:
+        """Wait for the sums of a stage's gradients, and set them."""
+        for reduction, total, issued in self._pending_sums.pop((stage, update), ()):
             arrived = wait_for(total)
             if len(reduction.stages) == 1:
-                self._spans[task._replace(kind=Kind.ALL_REDUCE)] = (issued, arrived)
-            self._work.set_gradient(task.stage, reduction, total)
+                for pipeline, held in self._program.frame.stages_on(self._program.worker):
+                    if held == stage:
+                        self._spans[Task(Kind.ALL_REDUCE, pipeline, stage, update)] = (issued, arrived)
+            self._work.set_gradient(stage, reduction, total)
+
+    def _update(self, action: Update) -> None:
+        task = action.task
+        self._finish_sums(task.stage, task.micro_batch)
         start = time.monotonic()
         self._work.update(action)
         self._spans[task] = (start, time.monotonic())

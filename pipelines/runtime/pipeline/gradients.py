@@ -213,7 +213,7 @@ class GradientSums:
         Returns:
             The sums over all stages, in the form of ``vector``.
         """
-        values = vector.numpy()
+        values, backend = vector.numpy(), self._ranks.backend
         shards = {
             (stage, weight.sources): values[start : start + weight.size].reshape(weight.layout.local_shape())
             for stage, weight, start in self._positions(action)
@@ -224,10 +224,10 @@ class GradientSums:
             if self._rank == source:
                 elements = shards[source_stage, sources][np.ix_(*piece.source_places)]
                 if source != destination:
-                    transport.send_sum(flow.tensor(np.ascontiguousarray(elements)), destination)
+                    transport.send_sum(backend.tensor(np.ascontiguousarray(elements), vector.dtype), destination)
             if self._rank == destination:
                 if source != destination:
-                    elements = transport.receive_sum(piece.shape, flow.float32, source).numpy()
+                    elements = transport.receive_sum(piece.shape, vector.dtype, source).numpy()
                 shard = shards[destination_stage, sources]
                 part = received.setdefault((source_stage, destination_stage, sources), np.zeros_like(shard))
                 part[np.ix_(*piece.destination_places)] = elements
@@ -236,4 +236,4 @@ class GradientSums:
             # All ranks add in the order of the stages, so that all of them get bitwise the same sum.
             terms = [shard if other == stage else received[other, stage, sources] for other in action.stages]
             sums.append(sum(terms[1:], terms[0]).reshape(-1))
-        return flow.tensor(np.concatenate(sums))
+        return backend.tensor(np.concatenate(sums), vector.dtype)

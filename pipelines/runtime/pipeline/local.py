@@ -10,7 +10,7 @@ from .actions import Action, Drop, Run, Update
 from .holding import Holding
 from .slots import slots_of, slots_per_micro_batch
 
-__all__ = ["LocalActions", "backward_pieces", "local_actions", "run_of"]
+__all__ = ["LocalActions", "backward_pieces", "local_actions", "run_of", "updates_last"]
 
 #: The tasks of a worker in order, each with its actions (without communication).
 LocalActions = tuple[tuple[Task, tuple[Action, ...]], ...]
@@ -61,6 +61,23 @@ def local_actions(schedule: Schedule, holding: Holding | None = None) -> tuple[L
             tasks_with_actions.append((task, (*actions, *drops.get((worker, index), ()))))
         result.append(tuple(tasks_with_actions))
     return tuple(result)
+
+
+def updates_last(schedule: Schedule, actions: LocalActions) -> LocalActions:
+    """Return a worker's tasks with the updates of each iteration of a synchronous schedule behind its other tasks.
+
+    Args:
+        schedule: The schedule.
+        actions: The worker's tasks with their actions.
+    """
+
+    def key(item: tuple[Task, tuple[Action, ...]]) -> tuple[int, bool]:
+        task = item[0]
+        is_update = task.kind is Kind.UPDATE
+        is_of_update = is_update or task.kind is Kind.ALL_REDUCE
+        return (task.micro_batch if is_of_update else schedule.update_of(task.micro_batch)), is_update
+
+    return tuple(sorted(actions, key=key))
 
 
 def backward_pieces(tasks: Iterable[Task], per_micro_batch: int) -> dict[tuple[int, int, int], int]:

@@ -25,7 +25,7 @@ from ...validate import validate
 from .actions import Action, Program
 from .dryrun import check_programs
 from .holding import Holding, StageLayout, make_holding
-from .local import local_actions
+from .local import local_actions, updates_last
 from .order import OrderEntry, communication, participants, rank_program
 from .slots import RankMap
 
@@ -86,6 +86,7 @@ def lower(
     tied: Collection[tuple[int, ...]] = (),
     compress: bool = False,
     layouts: Sequence[StageLayout] | None = None,
+    agrees: bool = False,
 ) -> Lowered:
     """Compile a schedule into programs for its ranks, by all passes. Linear in the number of tasks, apart from sorting.
 
@@ -98,6 +99,7 @@ def lower(
         tied: For each group of weights that several stages share, these stages.
         compress: Whether to compress messages if their values allow it (see `compression`).
         layouts: Layouts of stages with SBP plans. If None, the ranks of a worker share the rows evenly.
+        agrees: Whether updates are skipped if gradients are not finite, on which ranks agree (see `order`).
 
     Raises:
         InvalidScheduleError: the schedule breaks a rule.
@@ -120,11 +122,17 @@ def lower(
         times = Times.of(
             schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
         )
-    return lower_with_timeline(holding, simulate(schedule, _positive_durations(times)), tied=tied, compress=compress)
+    timeline = simulate(schedule, _positive_durations(times))
+    return lower_with_timeline(holding, timeline, tied=tied, compress=compress, agrees=agrees)
 
 
 def lower_with_timeline(
-    holding: Holding, timeline: Timeline, *, tied: Collection[tuple[int, ...]] = (), compress: bool = False
+    holding: Holding,
+    timeline: Timeline,
+    *,
+    tied: Collection[tuple[int, ...]] = (),
+    compress: bool = False,
+    agrees: bool = False,
 ) -> Lowered:
     """Compile a schedule into programs, with its communication in the order of a given timeline.
 
@@ -133,15 +141,18 @@ def lower_with_timeline(
         timeline: Simulation of the schedule, with transfers. Computations should have positive durations.
         tied: For each group of weights that several stages share, these stages.
         compress: Whether to compress messages if their values allow it.
+        agrees: As for `lower`.
 
     Raises:
         UserError: stages share weights, but the schedule does not update them together.
     """
     # Actions of each worker without communication.
     actions = local_actions(holding.schedule, holding)
+    if agrees and holding.schedule.is_synchronous:
+        actions = tuple(updates_last(holding.schedule, worker_actions) for worker_actions in actions)
     # One total order of all communication, of which each rank gets its share.
     shares: list[list[OrderEntry]] = [[] for _ in range(holding.ranks.num_ranks)]
-    for entry in communication(holding, timeline, actions, tied, compress=compress):
+    for entry in communication(holding, timeline, actions, tied, compress=compress, agrees=agrees):
         for rank in participants(entry):
             shares[rank].append(entry)
     # Insert the communication of each rank into the actions of its worker.

@@ -18,12 +18,17 @@ receiver must wait for the first part there anyway, and has issued before it eve
 
 **Tied weights** are weights that several stages share. Their gradients are summed over all ranks of all these stages at the end of
 an iteration, before the first update of any of the stages.
+
+**Skipped updates.** If losses are scaled, an update is skipped if a gradient is not finite. In a synchronous schedule all ranks of
+the job decide together, at the end of the iteration. In an asynchronous one the ranks of a worker decide for each stage when its
+update begins. Replicas of the stage on other workers come to the same decision without communication: they have the same sums of
+gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Union
 
 from autoddl.costmodel.errors import UserError
@@ -31,7 +36,7 @@ from autoddl.costmodel.errors import UserError
 from ...communication import Transfer, timeline_order
 from ...schedule import Kind, Schedule, Task
 from ...timeline import Timeline
-from .actions import Action, Message, Receive, Reduce, Rest, Run, Send, message_of
+from .actions import Action, Agree, Message, Receive, Reduce, Rest, Run, Send, message_of
 from .holding import Holding
 from .local import LocalActions
 from .slots import RankMap, slots_of
@@ -40,14 +45,14 @@ __all__ = ["OrderEntry", "communication", "messages", "participants", "rank_prog
 
 
 #: An entry of the total order. A `Run` is an entry only if ranks communicate during the computation.
-OrderEntry = Union[Message, Rest, Reduce, Run]
+OrderEntry = Union[Message, Rest, Reduce, Agree, Run]
 #: What a computation takes from a neighbouring stage: (is forward, pipeline, stage of the computation, slot).
 InputKey = tuple[bool, int, int, int]
 
 
 def participants(entry: OrderEntry) -> tuple[int, ...]:
     """Return the ranks that take part in an entry."""
-    if isinstance(entry, (Reduce, Run)):
+    if isinstance(entry, (Reduce, Agree, Run)):
         return entry.ranks
     message = entry.message if isinstance(entry, Rest) else entry
     return message.source, message.destination
@@ -63,6 +68,7 @@ def communication(
     tied: Collection[tuple[int, ...]] = (),
     *,
     compress: bool = False,
+    agrees: bool = False,
 ) -> tuple[OrderEntry, ...]:
     """Return all messages, reductions and joint computations of a schedule in one total order.
 
@@ -75,6 +81,7 @@ def communication(
         actions: Actions of each worker without communication, from `local_actions`.
         tied: For each group of weights that several stages share, these stages.
         compress: Whether messages have a second part.
+        agrees: Whether ranks agree on each update whether it is skipped.
 
     Raises:
         UserError: stages share weights, but the schedule does not update them together.
@@ -87,8 +94,8 @@ def communication(
     def add(update: int, begins: float, entries: Iterable[OrderEntry]) -> None:
         iteration = update if schedule.is_synchronous else 0
         for entry in entries:
-            # Messages and reductions come before the second parts and the computations that begin at the same time.
-            tie_break = {Rest: 1, Run: 2}.get(type(entry), 0)
+            # Of what begins at the same time, computations come last: they follow an update that takes no time.
+            tie_break = {Rest: 1, Agree: 2, Run: 3}.get(type(entry), 0)
             keyed.append((iteration, begins, tie_break, len(keyed), entry))
 
     # Messages, with their second parts, and reductions of the gradients of single stages.
@@ -119,7 +126,26 @@ def communication(
             for action in task_actions:
                 if isinstance(action, Run) and action.ranks:
                     add(action.update, start, [action])
+    if agrees:
+        _add_agreements(holding, timeline, add)
     return tuple(entry for *_, entry in sorted(keyed, key=lambda key: key[:4]))
+
+
+def _add_agreements(
+    holding: Holding, timeline: Timeline, add: Callable[[int, float, Iterable[OrderEntry]], None]
+) -> None:
+    """Add the decisions whether updates are skipped, as the module describes."""
+    schedule, ranks = holding.schedule, holding.ranks
+    if schedule.is_synchronous:
+        everyone = tuple(range(ranks.num_ranks))
+        for update in range(schedule.num_updates):
+            add(update, math.inf, [Agree(None, update, everyone)])
+        return
+    for worker, (tasks, starts) in enumerate(zip(schedule.workers, timeline.starts)):
+        members = tuple(ranks.ranks_of(worker))
+        for task, start in zip(tasks, starts.tolist()):
+            if task.kind is Kind.UPDATE:
+                add(task.micro_batch, start, [Agree(task.stage, task.micro_batch, members)])
 
 
 def messages(transfer: Transfer, holding: Holding) -> list[Message]:
@@ -182,6 +208,7 @@ def rank_program(rank: int, actions: LocalActions, share: Sequence[OrderEntry]) 
         if task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             update = task_actions[0].update  # type: ignore[union-attr]
             backward_passes.setdefault((task.stage, update), set()).add(task)
+    stages = {stage for stage, _ in backward_passes}
     done: set[Task] = set()
     launched: set[tuple[int, int]] = set()  # (stage, update) of all-reduces
     next_inputs: set[InputKey] = set()
@@ -194,6 +221,9 @@ def rank_program(rank: int, actions: LocalActions, share: Sequence[OrderEntry]) 
             return entry.message.source == rank or not next_inputs.isdisjoint(_consumer_keys(entry.message))
         if isinstance(entry, Run):
             return False  # it is issued as an action of its task
+        if isinstance(entry, Agree):  # sums of the gradients come before it in the order
+            concerned = stages if entry.stage is None else {entry.stage}
+            return all(backward_passes.get((stage, entry.update), set()) <= done for stage in concerned)
         if len(entry.stages) == 1:
             return (entry.stages[0], entry.update) in launched
         return all(backward_passes.get((stage, entry.update), set()) <= done for stage in entry.stages)
@@ -232,6 +262,6 @@ def _input_keys(actions: Sequence[Action]) -> set[InputKey]:
 
 def _action_of(entry: OrderEntry, rank: int) -> Action:
     """Return the action by which a rank takes part in an entry."""
-    if isinstance(entry, (Reduce, Rest, Run)):
+    if isinstance(entry, (Reduce, Rest, Run, Agree)):
         return entry
     return Send(entry) if entry.source == rank else Receive(entry)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ...schedule import Kind
 from ..detaching import detached
 from ..load import load_oneflow
+from ..updates import scale_gradient
 from .actions import Run
 from .data import LossPart, SlotData
 from .waiting import wait_for
@@ -54,6 +55,7 @@ class StagePasses:
 
     Attributes:
         losses: For each micro-batch the part of its mean loss that this rank reports.
+        loss_scale: Factor of the gradient of the loss.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StagePasses:
         recomputed: Collection[int],
     ) -> None:
         self.losses: dict[int, float] = {}
+        self.loss_scale = 1.0
         self._replicas = replicas
         self._evaluate_stage = evaluate
         self._last_stage = last_stage
@@ -131,6 +134,8 @@ class StagePasses:
             x = detached(x)
             x.requires_grad_(key is not None)
         y, losses = self._evaluate_stage(run, x, replica.version(run.version), first_slot, num_slots)
+        if run.task.stage == self._last_stage:
+            y = scale_gradient(y, self.loss_scale)
         if run.task.kind is Kind.FORWARD:
             for part in losses:
                 self._record_loss(part)

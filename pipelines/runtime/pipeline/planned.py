@@ -16,6 +16,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import edge_shape
 
+from ..backend import HOST, Backend
 from ..comm.layouts import ParameterLayout
 from ..load import load_oneflow
 from ..parameters import whole_value
@@ -50,6 +51,7 @@ class PlannedStages(SlotStages):
         model: The whole model with the plans of its stages.
         batch: Source of the micro-batches.
         loss_of: Returns the mean loss of a micro-batch, given the whole output of a model that does not end in a loss.
+        backend: Device and types.
 
     Raises:
         UserError: The model does not end in a loss and ``loss_of`` is not given, or its layers cannot be run at their strategies.
@@ -62,6 +64,7 @@ class PlannedStages(SlotStages):
         model: PlannedModel,
         batch: BatchSource,
         loss_of: Callable[[Tensor], Tensor] | None = None,
+        backend: Backend = HOST,
     ) -> None:
         schedule, ranks = lowered.schedule, lowered.ranks
         if not model.has_loss and loss_of is None:
@@ -70,15 +73,16 @@ class PlannedStages(SlotStages):
         weights = model.weights()
         worker = ranks.worker_of(rank)
         members = ranks.ranks_of(worker)
+        self._backend = backend
         self._rank, self._rank_in_worker = rank, ranks.index_of(rank)
-        self._stepper = Stepper(len(members), members.start)
+        self._stepper = Stepper(len(members), backend, members.start)
         self._model = model
         self._loss_of = None if model.has_loss else loss_of
         self._slot_rows = lowered.slot_rows
         self._holding, self._worker = lowered.holding, worker
         own_stages = sorted({stage for _, stage in schedule.stages_on(worker)})
         self._stages = {stage: Stage(model, stage, weights, self._stepper) for stage in own_stages}
-        self._initial_values = values_of(model.module, Stepper(flow.env.get_world_size()))
+        self._initial_values = values_of(model.module, Stepper(flow.env.get_world_size(), HOST))
         self._frozen = {stage: self._initial_shards(stage, are_trained=False) for stage in own_stages}
         self._shapes = [stage_weights.shapes() for stage_weights in weights]
         sums = GradientSums(
@@ -87,7 +91,7 @@ class PlannedStages(SlotStages):
             {s: [StageWeight(w.layout, w.stages) for w in _trained_weights(weights[s])] for s in own_stages},
             shared_layouts(_shared_weights(weights)),
         )
-        boundaries = [_boundary_tensor(stage.layers(model.graph)[-1]) for stage in model.stages[:-1]]
+        boundaries = [_boundary_tensor(stage.layers(model.graph)[-1], backend) for stage in model.stages[:-1]]
         data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
         super().__init__(boundaries, data, sums, reports=self._rank_in_worker == 0)
 
@@ -106,7 +110,7 @@ class PlannedStages(SlotStages):
         def evaluate(x: Tensor | None, slot: int) -> Tensor:
             y = stage.run(x, weights, self._batch(stage, slot, is_last))
             if is_last and self._loss_of is not None:
-                y = self._loss_of(whole_output(y, stage, self._slot_rows))
+                y = self._loss_of(whole_output(y, stage, self._slot_rows).to(self._backend.master))
             if flow.is_grad_enabled() and not y.requires_grad:
                 y.requires_grad_(True)  # a frozen first stage: its backward pass ends at this tensor
             return y
@@ -154,11 +158,12 @@ class PlannedStages(SlotStages):
 
     def _trace_stage(self, number: int, measure: Measure | None) -> list[TracedSection]:
         stage, x = self._stages[number], None
-        weights = [value.detach().requires_grad_(True) for value in self.initial_values(number).values()]
+        compute = self._backend.compute
+        weights = [value.to(compute).detach().requires_grad_(True) for value in self.initial_values(number).values()]
         if stage.source is not None:
             block = self._holding.block(self._rank, number, is_leaving=False)
             shape = (len(block.rows), *self.boundaries[number - 1].row_shape[:-1], len(block.columns))
-            x = flow.tensor(np.random.default_rng(self._rank).standard_normal(shape, dtype=np.float32))
+            x = self._backend.activation(np.random.default_rng(self._rank).standard_normal(shape, dtype=np.float32))
         tracer = StageTracer(stage, self._with_frozen(number, weights), measure)
         tracer.run(x, self._batch(stage, 0, number == len(self._model.stages) - 1))
         if len(self._model.stages) == 1:
@@ -176,7 +181,9 @@ class PlannedStages(SlotStages):
         for name, weight in self._stages[stage].weights.stored.items():
             if weight.is_trained == are_trained:
                 whole = weight.layout.joined(self._initial_values)
-                shards[name] = flow.tensor(weight.layout.take(whole, self._rank_in_worker))
+                # Trained weights have the master type, of which replicas make copies to compute with.
+                dtype = self._backend.master if are_trained else self._backend.compute
+                shards[name] = self._backend.tensor(weight.layout.take(whole, self._rank_in_worker), dtype)
         return shards
 
     # ---- Saving ------------------------------------------------------------------------------------------------------
@@ -194,7 +201,7 @@ class PlannedStages(SlotStages):
             layout = self._stages[stage].weights.stored[name].layout
             for key, value in entry.items():
                 if value.shape == layout.local_shape():
-                    parts = layout.parts(whole_value(layout, flow.tensor(value), self._stepper))
+                    parts = layout.parts(whole_value(layout, self._backend.tensor(value), self._stepper))
                 else:  # optimizer state that is not element-wise, such as a step count
                     parts = {source: value for source, _ in layout.sources}
                 for source, part in parts.items():
@@ -211,7 +218,8 @@ class PlannedStages(SlotStages):
                 if value.shape == first["value"].shape:
                     whole = weight.layout.joined({source: part[key] for source, part in parts.items()})
                     shards[name][key] = weight.layout.take(whole, self._rank_in_worker)
-        self._frozen[stage] = {name: flow.tensor(shards[name]["value"]) for name in self._frozen[stage]}
+        compute = self._backend.compute
+        self._frozen[stage] = {n: self._backend.tensor(shards[n]["value"], compute) for n in self._frozen[stage]}
         replica.restore(shards)
 
 
@@ -237,7 +245,7 @@ def _shared_weights(weights: Sequence[StageWeights]) -> list[dict[int, Parameter
     return list(shared.values())
 
 
-def _boundary_tensor(layer: Layer) -> BoundaryTensor:
+def _boundary_tensor(layer: Layer, backend: Backend) -> BoundaryTensor:
     """Return the shape and type of a layer's output for one sample: (rows, features)."""
     features = edge_shape(layer, 1)[1]
-    return BoundaryTensor((layer.output_elements // features, features), flow.float32)
+    return BoundaryTensor((layer.output_elements // features, features), backend.compute)

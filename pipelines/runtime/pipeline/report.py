@@ -33,6 +33,7 @@ class RankReport:
         bytes_reduced: Bytes of the vectors that were all-reduced (not the bytes sent for that).
         bytes_saved: Bytes that compression saved in messages to neighbouring stages.
         num_uncompressed: Number of messages that compression had to leave in full precision.
+        num_skipped: Number of updates in all runs so far that were skipped, since gradients overflowed.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class RankReport:
     bytes_reduced: int
     bytes_saved: int = 0
     num_uncompressed: int = 0
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class PipelineReport:
         bytes_sent: Bytes sent between stages by all ranks.
         bytes_saved: Bytes that compression saved in these messages.
         num_uncompressed: Number of messages that compression had to leave in full precision.
+        num_skipped: Number of updates in all runs so far that were skipped, since gradients overflowed.
     """
 
     timeline: Timeline
@@ -70,6 +73,7 @@ class PipelineReport:
     bytes_sent: int
     bytes_saved: int = 0
     num_uncompressed: int = 0
+    num_skipped: int = 0
 
 
 def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport:
@@ -104,6 +108,7 @@ def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport
         bytes_sent=sum(report.bytes_sent for report in reports),
         bytes_saved=sum(report.bytes_saved for report in reports),
         num_uncompressed=sum(report.num_uncompressed for report in reports),
+        num_skipped=max(report.num_skipped for report in reports),
     )
 
 

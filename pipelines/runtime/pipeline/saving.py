@@ -187,6 +187,7 @@ def save(
     schedule: str,
     entries: Mapping[str, Entry],
     damaged: set[Path],
+    loss_scale: Mapping[str, float] | None = None,
 ) -> str:
     """Write a checkpoint; all ranks call.
 
@@ -199,6 +200,7 @@ def save(
         entries: Parameters that this rank writes.
         damaged: Checkpoints known to be damaged, which are not counted when old ones are removed. The new checkpoint is removed
             from the set.
+        loss_scale: State of the scale of the loss; None if losses are not scaled.
 
     Returns:
         Reason why the checkpoint could not be written; "" if it is complete.
@@ -215,7 +217,7 @@ def save(
         if not failure:
             try:
                 parts = [CheckpointFile(*fields) for _, fields in gathered if fields]
-                write_complete(directory, num_updates, num_micro_batches, schedule, parts, damaged)
+                write_complete(directory, num_updates, num_micro_batches, schedule, parts, damaged, loss_scale)
             except OSError as error:
                 failure = write_error_message(error, directory)
         if failure:

@@ -10,8 +10,9 @@ import numpy as np
 
 from ...schedule import Kind
 from ...times import Times
+from ..backend import HOST
 from ..load import load_oneflow
-from .actions import BoundaryTensor, Drop, Reduce, Run, Update
+from .actions import Agree, BoundaryTensor, Drop, Reduce, Run, Update
 from .engine import execute
 from .lowering import Lowered
 from .transport import Transport, make_transport
@@ -77,13 +78,16 @@ class SleepingWork:
         if self._lowered.schedule.destination_of(run.task) is None:
             return None
         (size,) = self.boundaries[run.task.stage - (run.task.kind is not Kind.FORWARD)].row_shape
-        return flow.tensor(np.zeros((run.num_slots * self._rows, size), dtype=np.float32))
+        return HOST.tensor(np.zeros((run.num_slots * self._rows, size), dtype=np.float32))
 
     def total(self, action: Reduce, transport: Transport) -> Tensor | None:
         size = sum(self._gradient_elements[stage] for stage in action.stages)
-        return transport.all_reduce(flow.zeros(size), action.ranks) if size else None
+        return transport.all_reduce(HOST.tensor(np.zeros(size, dtype=np.float32)), action.ranks) if size else None
 
     def set_gradient(self, stage: int, action: Reduce, total: Tensor) -> None:
+        pass
+
+    def agree(self, action: Agree, transport: Transport) -> None:
         pass
 
     def update(self, action: Update) -> None:

@@ -6,8 +6,7 @@ Three kinds of traffic are counted, by the steps that the cost model prices:
 - between stages: activations and their gradients;
 - gradients of weights: sums over the ranks of a stage, over its replicas, and over stages that share weights.
 
-Counts are totals over all ranks, in single precision, since CPU ranks have no half precision. The all-reduce of the mean loss, one
-number, is not counted: it has no price.
+Counts are totals over all ranks. The all-reduce of the mean loss, one number, is not counted: it has no price.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
+from autoddl.costmodel.precision import PRECISIONS, Precision
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.workload import Workload
 
@@ -31,10 +31,23 @@ from ..stage.plan import StagePlan, strategies_of
 from .slots import slots_per_micro_batch
 from .stage_plans import stage_layouts
 
-__all__ = ["Sent", "StageTraffic", "gradient_sums", "layer_steps", "passes", "sent_messages", "stage_traffic"]
+__all__ = [
+    "Sent",
+    "StageTraffic",
+    "agreements",
+    "gradient_sums",
+    "layer_steps",
+    "passes",
+    "sent_messages",
+    "stage_traffic",
+]
 
-#: Bytes of an element in single precision.
-_ITEMSIZE = 4
+#: The default of functions of this module.
+_SINGLE = PRECISIONS["float32"]
+#: Bytes of a rank's vote on a decision, and of the count of those that skip an update.
+_FLAG_BYTES, _COUNT_BYTES = 4, 8
+#: Bytes of the smallest element that is summed.
+_MIN_ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,11 @@ class StageTraffic:
 
 
 def stage_traffic(
-    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int
+    schedule: Schedule,
+    graph: LayerGraph,
+    stages: Sequence[StagePlan],
+    micro_batch_rows: int,
+    precision: Precision = _SINGLE,
 ) -> StageTraffic:
     """Predict the traffic of one run of a schedule.
 
@@ -86,6 +103,7 @@ def stage_traffic(
         graph: Layer graph of the model.
         stages: Plans of the stages.
         micro_batch_rows: Samples in a micro-batch.
+        precision: Types of activations and of gradient sums.
 
     Raises:
         UserError: The stages do not fit the graph.
@@ -93,7 +111,7 @@ def stage_traffic(
     layouts = stage_layouts(graph, stages)
     per_micro_batch = slots_per_micro_batch(schedule)
     rows = micro_batch_rows // per_micro_batch
-    steps = layer_steps(schedule, graph, stages, micro_batch_rows)
+    steps = layer_steps(schedule, graph, stages, micro_batch_rows, precision)
     num_passes = [passes(schedule, stage) for stage in range(schedule.num_stages)]
     inside, gradients, between = [], [], []
     for number in range(len(stages)):
@@ -105,13 +123,13 @@ def stage_traffic(
             _sent_by_stage(forward, stages[number]) * num_forward
             + _sent_by_stage(backward, stages[number]) * num_backward
         )
-        steps_of_sums, between_ranks = gradient_sums(graph, stages, number, schedule.num_pipelines)
+        steps_of_sums, between_ranks = gradient_sums(graph, stages, number, schedule.num_pipelines, precision)
         summed = _sent_by_stage(steps_of_sums, stages[number]) + between_ranks
         gradients.append(summed * (schedule.num_pipelines * schedule.num_updates))
     for boundary, counts in enumerate(boundary_crossings(schedule)):
         layer = stages[boundary].layers(graph)[-1]
         ends = layouts[boundary].leaving, layouts[boundary + 1].arriving
-        num_bytes = rows * layer.output_elements * _ITEMSIZE * per_micro_batch
+        num_bytes = rows * layer.output_elements * precision.itemsize * per_micro_batch
         sent = Sent()
         # Activations go forward, gradients backward.
         for (source, target), count in zip((ends, ends[::-1]), counts):
@@ -146,7 +164,11 @@ def passes(schedule: Schedule, stage: int, worker: int | None = None) -> tuple[f
 
 
 def layer_steps(
-    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int
+    schedule: Schedule,
+    graph: LayerGraph,
+    stages: Sequence[StagePlan],
+    micro_batch_rows: int,
+    precision: Precision = _SINGLE,
 ) -> dict[tuple[str, str], tuple[Step, ...]]:
     """Return the communication steps of each layer and phase, in which each rank of the layer's stage takes part.
 
@@ -160,7 +182,7 @@ def layer_steps(
     rows = micro_batch_rows // slots_per_micro_batch(schedule)
     steps: dict[tuple[str, str], tuple[Step, ...]] = {}
     for number, plan in enumerate(stages):
-        workload = Workload(rows, rows, "float32", "sgd", recompute=plan.recompute)
+        workload = Workload(rows, rows, precision.name, "sgd", recompute=plan.recompute)
         strategies = strategies_of(graph, stages, number)
         for layer in plan.layers(graph):
             strategy, producers = strategies[layer.name], graph.inputs(layer.name)
@@ -177,7 +199,7 @@ def layer_steps(
 
 
 def gradient_sums(
-    graph: LayerGraph, stages: Sequence[StagePlan], number: int, num_replicas: int
+    graph: LayerGraph, stages: Sequence[StagePlan], number: int, num_replicas: int, precision: Precision = _SINGLE
 ) -> tuple[tuple[Step, ...], Sent]:
     """Return the traffic of the gradient sums of one replica of a stage, for one update.
 
@@ -188,6 +210,7 @@ def gradient_sums(
         stages: Plans of all stages.
         number: Number of the stage.
         num_replicas: Replicas of each stage.
+        precision: Types of gradient sums.
 
     Returns:
         (steps inside the stage, in which each of its ranks takes part; traffic of all its ranks to other replicas, and to other
@@ -208,7 +231,7 @@ def gradient_sums(
             parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2
             if strategy.summa and len(parameter.shape) > 1:
                 axes, parts = (), strategy.num_devices
-            shard = parameter.num_elements / parts * _ITEMSIZE
+            shard = parameter.num_elements / parts * precision.communication_itemsize
             vectors[frozenset(sharing), axes] = vectors.get((frozenset(sharing), axes), 0.0) + shard
             to_others += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
     inside: list[Step] = []
@@ -221,6 +244,26 @@ def gradient_sums(
         inside += (*scatter_steps(axes, nbytes), *gather_steps(axes, nbytes))
         to_others += _sent_by_stage([Step(Collective.ALL_REDUCE, Axis(num_replicas, 1), nbytes / num_slices)], plan)
     return tuple(inside), to_others
+
+
+def agreements(schedule: Schedule, precision: Precision) -> Sent:
+    """Return the traffic of the decisions in one run whether updates are skipped (see `order`); none if losses are not scaled."""
+    if not precision.scales_losses:
+        return Sent()
+    num_ranks = sum(schedule.widths)
+    if schedule.is_synchronous:
+        return _all_reduced(num_ranks, _FLAG_BYTES) * schedule.num_updates
+    # The ranks of a worker decide for each stage; at last all ranks tell each other which updates were skipped.
+    sent = _all_reduced(num_ranks, _COUNT_BYTES * schedule.num_updates)
+    for worker, width in enumerate(schedule.widths):
+        sent += _all_reduced(width, _FLAG_BYTES) * (len(schedule.stages_on(worker)) * schedule.num_updates)
+    return sent
+
+
+def _all_reduced(num_ranks: int, nbytes: float) -> Sent:
+    """Return the traffic of an all-reduce over so many ranks."""
+    step = Step(Collective.ALL_REDUCE, Axis(num_ranks, 1), nbytes)
+    return Sent(step.mean_sent_bytes, sent_messages(step)) * num_ranks if num_ranks > 1 else Sent()
 
 
 def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
@@ -248,12 +291,16 @@ def _sent_by_stage(steps: Iterable[Step], plan: StagePlan) -> Sent:
     return Sent(sum(s.mean_sent_bytes for s in moving), sum(sent_messages(s) for s in moving)) * plan.num_ranks
 
 
-def sent_messages(step: Step) -> float:
+def sent_messages(step: Step, number_bytes: int = _MIN_ITEMSIZE) -> float:
     """Return the mean number of messages that a rank sends in a step.
 
     An all-reduce is a ring in which each of p pieces makes p - 1 hops twice. A vector of fewer than p elements has fewer pieces.
+
+    Args:
+        step: The step.
+        number_bytes: Bytes of a single number, such as a loss; in mixed precision it has the master type.
     """
     pieces: float = step.axis.size
     if step.collective is Collective.ALL_REDUCE:
-        pieces = min(pieces, step.nbytes / _ITEMSIZE)
+        pieces = 1 if step.nbytes == number_bytes else min(pieces, step.nbytes / _MIN_ITEMSIZE)
     return step.mean_messages * pieces / step.axis.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from autoddl.costmodel.errors import UserError
 
 from ...schedule import Schedule
 from ...times import Times
+from ..backend import HOST, Backend, place_buffers
 from ..load import load_oneflow
+from ..loss_scaling import INITIAL_SCALE, LossScaler
 from ..stage.model import PlannedModel
 from ..stage.tracing import Measure, TracedSection
+from .actions import BoundaryTensor
 from .chain import ModuleChain, StageModule, boundary_tensors, cut_into_stages, even_stage_sizes, tied_stages
 from .chain_stages import ChainStages
 from .checkpoint import Entry
@@ -57,12 +61,15 @@ class PipelineTrainer:
         compress: Whether tensors between stages are compressed if their values allow it (see `compression`).
         on_loss: Called with the losses as they are computed, on the ranks of the last stage.
         keep_gradients: Whether gradients are kept for `gradients`.
+        backend: Where tensors lie, and in which types the ranks compute. Default: CPU ranks in single precision.
+        loss_scale: Scale of the loss in the first run, if the backend's types need one.
         warn: Called with warnings of one line about checkpoints, on rank 0 only. Default: print them on stderr.
 
     Attributes:
         rank: Number of this rank in the job.
         num_updates: Weight updates in all runs so far, including those before a checkpoint.
         num_micro_batches: Micro-batches in all runs so far, including those before a checkpoint.
+        scaler: Scale of the loss, and the number of skipped updates; None if losses are not scaled.
         save_failure: Reason why the last `save` could not write its checkpoint; "" if it could.
 
     Raises:
@@ -82,6 +89,8 @@ class PipelineTrainer:
         compress: bool = False,
         on_loss: LossListener | None = None,
         keep_gradients: bool = False,
+        backend: Backend = HOST,
+        loss_scale: float = INITIAL_SCALE,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         if flow.env.get_world_size() != sum(schedule.widths):
@@ -93,38 +102,59 @@ class PipelineTrainer:
         self.num_updates = 0
         self.num_micro_batches = 0
         self.save_failure = ""
+        self.scaler = LossScaler(loss_scale) if backend.scales_losses else None
+        self._backend = backend
+        agrees = self.scaler is not None
         self._member = Member(self.rank, flow.env.get_world_size(), _all_gather_text, warn or warn_on_stderr)
         self._damaged: set[Path] = set()
         if isinstance(model, PlannedModel):
             layouts = stage_layouts(model.graph, model.stages)
             tied = model.tied()
-            self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts)
-            self._stages: TrainableStages = PlannedStages(self.lowered, self.rank, model, batch, loss_of)
+            self.lowered = lower(
+                schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts, agrees=agrees
+            )
+            self._stages: TrainableStages = PlannedStages(self.lowered, self.rank, model, batch, loss_of, backend)
         else:
             stages = _cut_chain(model, schedule, sizes)
-            tensors = boundary_tensors(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
+            tensors = [
+                BoundaryTensor(tensor.row_shape, backend.compute if tensor.dtype == flow.float32 else tensor.dtype)
+                for tensor in boundary_tensors(stages, HOST.tensor(np.ascontiguousarray(inputs[:1])))
+            ]
+            place_buffers(model.model, backend.device, backend.compute)
             tied = set(tied_stages(stages).values())
-            self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
-            self._stages = ChainStages(self.lowered, self.rank, stages, tensors, batch)
+            self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress, agrees=agrees)
+            self._stages = ChainStages(self.lowered, self.rank, stages, tensors, batch, backend)
         self._program = self.lowered.program(self.rank)
         self._replicas = {
-            (pipeline, stage): ReplicaWeights(self._stages.initial_values(stage), make_optimizer)
+            (pipeline, stage): ReplicaWeights(self._stages.initial_values(stage), make_optimizer, backend)
             for pipeline, stage in self.lowered.schedule.stages_on(self._program.worker)
         }
         if isinstance(model, PlannedModel):
             _check_optimizers(self._replicas.values())
         for replica in self._replicas.values():
             replica.keeps_gradients = keep_gradients
-        self._work = ModelWork(self._program, self._stages, self._replicas, on_loss)
+        self._work = ModelWork(self._program, self._stages, self._replicas, on_loss, self.scaler)
         self._owners = _owners(self.lowered, self._stages)
 
     def run(self) -> RankReport:
         """Run the schedule once, on the micro-batches after those of earlier runs; all ranks call."""
         self._stages.first_micro_batch = self.num_micro_batches
-        report = execute(self._program, self._work, make_transport(self.lowered.compresses))
+        report = execute(self._program, self._work, make_transport(self.lowered.compresses, self._backend))
+        self._update_scale()
         self.num_updates += self.lowered.schedule.num_updates
         self.num_micro_batches += self.lowered.schedule.num_micro_batches
-        return report
+        return report if self.scaler is None else replace(report, num_skipped=self.scaler.num_skipped)
+
+    def _update_scale(self) -> None:
+        """Change the scale of the loss after a run, by the updates that were skipped on any rank."""
+        if self.scaler is None:
+            return
+        schedule = self.lowered.schedule
+        skipped = np.zeros(schedule.num_updates, dtype=np.int64)
+        skipped[list(self._work.skipped_updates())] = 1
+        # In a synchronous schedule all ranks have decided together.
+        for is_skipped in skipped if schedule.is_synchronous else _sum_over_ranks(skipped):
+            self.scaler.update(is_finite=not is_skipped)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return the newest values of the parameters of this rank's stages, by their names in the model; all ranks call."""
@@ -182,7 +212,8 @@ class PipelineTrainer:
             entries.update({name: entry for name, entry in whole.items() if self._owners[name] == self.rank})
         name = self.lowered.schedule.name
         counts = self.num_updates, self.num_micro_batches
-        self.save_failure = save(directory, self._member, *counts, name, entries, self._damaged)
+        scale = None if self.scaler is None else self.scaler.state()
+        self.save_failure = save(directory, self._member, *counts, name, entries, self._damaged, scale)
         return not self.save_failure
 
     def restore(self, directory: Path) -> bool:
@@ -207,6 +238,8 @@ class PipelineTrainer:
         for (_, stage), replica in replicas:
             self._stages.restore(stage, replica, restored.entries)
         self._damaged = set(restored.damaged)
+        if self.scaler is not None and restored.checkpoint.loss_scale:
+            self.scaler.restore(restored.checkpoint.loss_scale)
         self.num_updates = restored.checkpoint.num_updates
         self.num_micro_batches = restored.checkpoint.num_micro_batches
         return True
@@ -263,6 +296,6 @@ def _all_gather_text(text: str) -> list[str]:
 
 def _sum_over_ranks(values: np.ndarray) -> np.ndarray:
     """Return the sum of integer arrays over all ranks of the job, on each of them."""
-    tensor = flow.tensor(values.astype(np.int64))
+    tensor = HOST.tensor(values.astype(np.int64))
     flow.comm.all_reduce(tensor)
     return tensor.numpy()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_TRAINING_PASSES
 
@@ -23,7 +24,17 @@ from .problems import TrainingProblem
 from .report import PipelineReport, combine
 from .saving import warn_on_stderr
 
-__all__ = ["Begun", "Saved", "TrainingOptions", "TrainingResult", "TrainingStep", "Warned", "schedule_of", "train"]
+__all__ = [
+    "Begun",
+    "Ended",
+    "Saved",
+    "TrainingOptions",
+    "TrainingResult",
+    "TrainingStep",
+    "Warned",
+    "schedule_of",
+    "train",
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class TrainingOptions:
         compress: Whether tensors between stages are compressed if their values allow it (see `compression`).
         checkpoints: Directory of checkpoints; the training resumes from the newest intact one there. None: no checkpoints.
         steps_per_checkpoint: Weight updates between checkpoints.
+        precision: Precision, which CPU ranks run with wider types if it is a mixed one.
+        device: Type of device.
     """
 
     problem: TrainingProblem
@@ -55,6 +68,8 @@ class TrainingOptions:
     compress: bool = False
     checkpoints: Path | None = None
     steps_per_checkpoint: int = 10
+    precision: str = "float32"
+    device: str = CPU
 
 
 @dataclass(frozen=True)
@@ -78,9 +93,13 @@ class Begun:
 
     Attributes:
         num_updates: Weight updates before the checkpoint from which the training resumes; 0 without one.
+        device: Type of device that the ranks run on.
+        types: Types of activations and of stored weights.
     """
 
     num_updates: int
+    device: str = CPU
+    types: tuple[str, str] = ("float32", "float32")
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,17 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A rank's report that it has made all steps.
+
+    Attributes:
+        peak_memory_bytes: Its peak memory on its device (see `peakmemory`); None if unknown.
+    """
+
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """The result of a training.
 
@@ -118,6 +148,9 @@ class TrainingResult:
         last_run: Report of the last run of the schedule; None if no step was left to run.
         unsaved: Reason why the last checkpoint could not be written; "" if it was written, or none was requested.
         last_saved: Number of steps before the newest checkpoint; 0 if there is none.
+        device: Type of device that the ranks ran on.
+        types: Types of activations and of stored weights.
+        peak_memory_bytes: For each rank, its peak memory on its device (see `peakmemory`); None if unknown.
     """
 
     first_step: int
@@ -126,6 +159,9 @@ class TrainingResult:
     last_run: PipelineReport | None
     unsaved: str = ""
     last_saved: int = 0
+    device: str = CPU
+    types: tuple[str, str] = ("float32", "float32")
+    peak_memory_bytes: tuple[int | None, ...] = ()
 
 
 def train(
@@ -156,12 +192,21 @@ def train(
     if options.checkpoints is not None:
         prepare_directory(options.checkpoints)
     progress = _Progress(options, on_step, on_warning or warn_on_stderr)
-    with RankPool(sum(schedule.widths), **pool_options) as pool:
+    environment = {DEVICE_VARIABLE: options.device}
+    with RankPool(sum(schedule.widths), environment=environment, **pool_options) as pool:
         job = "autoddl.pipelines.runtime.pipeline.training_job:train_on_rank"
         results = pool.run(job, options, timeout_s=timeout_s, on_report=progress.take)
     last = combine(schedule, results) if results[0] is not None else None
     return TrainingResult(
-        progress.first, tuple(progress.losses), progress.units_per_s, last, progress.unsaved, progress.last_saved
+        progress.first,
+        tuple(progress.losses),
+        progress.units_per_s,
+        last,
+        progress.unsaved,
+        progress.last_saved,
+        progress.begun.device,
+        progress.begun.types,
+        tuple(progress.peak_memory_bytes[rank] for rank in sorted(progress.peak_memory_bytes)),
     )
 
 
@@ -205,10 +250,12 @@ class _Progress:
 
     Attributes:
         first: Number of steps before the checkpoint from which the training resumed.
+        begun: Report of the rank that has started first.
         unsaved: Reason why the last checkpoint could not be written; "" if it was written.
         last_saved: Number of steps before the newest checkpoint.
         losses: Mean losses of the steps that are complete.
         units_per_s: Throughput over these steps.
+        peak_memory_bytes: Peak memory of each rank that has made all steps; None if unknown.
     """
 
     def __init__(
@@ -218,10 +265,12 @@ class _Progress:
         on_warning: Callable[[str], None],
     ) -> None:
         self.first = 0
+        self.begun = Begun(0)
         self.unsaved = ""
         self.last_saved = 0
         self.losses: list[float] = []
         self.units_per_s = 0.0
+        self.peak_memory_bytes: dict[int, int | None] = {}
         self._period = options.schedule.update_period
         self._units_per_step = self._period * options.micro_batch * options.problem.units_per_sample
         self._on_step = on_step
@@ -232,10 +281,11 @@ class _Progress:
         self._start_s: float | None = None
 
     def take(self, rank: int, value: Any) -> None:
-        """Process a rank's report: `Begun`, `Warned`, `Saved`, or (micro-batch, part of its mean loss, share of its rows)."""
+        """Process a rank's report: `Begun`, `Warned`, `Saved`, `Ended`, or (micro-batch, part of its mean loss, share of rows)."""
         if isinstance(value, Begun):
             if self._start_s is None:
                 self._start_s = time.monotonic()
+                self.begun = value
                 self.first = self.last_saved = value.num_updates
             return
         if isinstance(value, Warned):
@@ -244,6 +294,9 @@ class _Progress:
         if isinstance(value, Saved):
             self.unsaved = value.failure
             self.last_saved = self.last_saved if value.failure else value.num_updates
+            return
+        if isinstance(value, Ended):
+            self.peak_memory_bytes[rank] = value.peak_memory_bytes
             return
         number, part, share = value
         step = number // self._period

@@ -6,11 +6,13 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
+from ..backend import backend_of, type_name
 from ..load import load_oneflow
+from ..peakmemory import PeakMemory
 from ..ranks.rank import report
 from .report import RankReport
 from .trainer import PipelineTrainer
-from .training import Begun, Saved, TrainingOptions, Warned
+from .training import Begun, Ended, Saved, TrainingOptions, Warned
 
 flow: Any = load_oneflow()
 
@@ -29,6 +31,8 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
     make_optimizer = getattr(flow.optim, options.optimizer, None)
     if not (isinstance(make_optimizer, type) and issubclass(make_optimizer, flow.optim.Optimizer)):
         raise UserError(f"optimizer {options.optimizer} is not in oneflow.optim; give SGD, Adam, AdamW, ...")
+    backend = backend_of(options.precision, options.device)
+    memory = PeakMemory(backend.device)
     model, batches = options.problem.load(options.micro_batch, options.seed)
     trainer = PipelineTrainer(
         model,
@@ -37,12 +41,13 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
         batches,
         sizes=options.sizes,
         compress=options.compress,
+        backend=backend,
         on_loss=lambda *part: report(part),
         warn=lambda text: report(Warned(text)),
     )
     if options.checkpoints is not None and trainer.restore(options.checkpoints):
         _check_period(trainer)
-    report(Begun(trainer.num_updates))
+    report(Begun(trainer.num_updates, backend.device, (type_name(backend.compute), type_name(backend.master))))
     last = None
     last_tried = trainer.num_updates  # updates before the latest attempt to save
     while trainer.num_updates < options.num_steps:
@@ -54,6 +59,7 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
             last_tried = trainer.num_updates  # even if it failed: the next attempt comes when it is due
             if trainer.rank == 0:
                 report(Saved(trainer.num_updates, trainer.save_failure))
+    report(Ended(memory.read()))
     return last
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backend import HOST, Backend
 from ..comm.collectives import receive, send, sum_over
 from ..detaching import detached
 from ..load import load_oneflow
@@ -43,6 +44,9 @@ def _communication_thread() -> Any:
 class Transport:
     """The communication of one rank in one run of a schedule, without compression.
 
+    Args:
+        backend: Device and types of the tensors.
+
     Attributes:
         bytes_sent: Bytes of the messages that this rank sent.
         bytes_saved: Bytes that compression saved in these messages.
@@ -50,7 +54,8 @@ class Transport:
         bytes_reduced: Bytes of the gradient vectors that this rank summed with others (not the bytes sent for these sums).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend = HOST) -> None:
+        self._backend = backend
         # Created on all ranks, even on those that never communicate, so that OneFlow's thread numbers agree.
         self._thread = _communication_thread()
         self.bytes_sent = 0
@@ -77,7 +82,7 @@ class Transport:
 
     def _receive(self, shape: tuple[int, ...], dtype: Any, rank: int) -> Tensor:
         with self.thread():
-            return receive(shape, dtype, rank)
+            return receive(shape, dtype, rank, self._backend.device)
 
     def send_sum(self, x: Tensor, rank: int) -> None:
         """Send a part of a gradient sum to a rank that holds the same weights in another layout."""
@@ -107,8 +112,8 @@ class CompressingTransport(Transport):
     After `send` and `receive` of a message, the sender and the receiver both have to call `rest` for it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, backend: Backend = HOST) -> None:
+        super().__init__(backend)
         self._unsent_rests: dict[Message, np.ndarray] = {}
         #: The first part of each message that is being received, and the shape of the whole tensor.
         self._first_parts: dict[Message, tuple[Tensor, tuple[int, ...]]] = {}
@@ -122,7 +127,7 @@ class CompressingTransport(Transport):
             self._unsent_rests[message] = rest
             self.num_uncompressed += 1
         self.bytes_saved += 4 * x.numel() - first.nbytes - (0 if rest is None else rest.nbytes)
-        self._send(flow.tensor(first), message.destination)
+        self._send(self._backend.tensor(first), message.destination)
 
     def receive(self, message: Message, shape: tuple[int, ...], dtype: Any) -> Tensor | None:
         if dtype != flow.float32:
@@ -133,16 +138,16 @@ class CompressingTransport(Transport):
 
     def rest(self, message: Message) -> Tensor | None:
         if message in self._unsent_rests:
-            self._send(flow.tensor(self._unsent_rests.pop(message)), message.destination)
+            self._send(self._backend.tensor(self._unsent_rests.pop(message)), message.destination)
         if message not in self._first_parts:
             return None
         received, shape = self._first_parts.pop(message)
         first, size, rest = received.numpy(), math.prod(shape), None
         if has_rest(first):
             rest = self._receive((num_words_of_rest(size),), flow.int32, message.source).numpy()
-        return flow.tensor(decode(first, rest, size).reshape(shape))
+        return self._backend.tensor(decode(first, rest, size).reshape(shape))
 
 
-def make_transport(compresses: bool) -> Transport:
+def make_transport(compresses: bool, backend: Backend = HOST) -> Transport:
     """Return the communication of this rank for one run of a schedule."""
-    return CompressingTransport() if compresses else Transport()
+    return CompressingTransport(backend) if compresses else Transport(backend)

@@ -6,6 +6,9 @@ new storage (``parameter.data = copy``), and the old storage stays with the leav
 than versions.
 
 Gradients are kept separately for each update, since backward passes of micro-batches of two updates may alternate.
+
+In mixed precision the optimizer owns master weights. The leaves of a version are copies in the compute type, with storage of their
+own, so an older version costs no further copy of the masters. Gradients have the compute type, too.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ..backend import HOST, Backend
 from ..load import load_oneflow
+from ..updates import are_finite, step_masters
 from .checkpoint import Entry
 
 flow: Any = load_oneflow()
@@ -32,17 +37,24 @@ class LocalParameter:
 
     Args:
         value: Initial value; copied.
+        backend: Device and types.
 
     Attributes:
-        tensor: The ``nn.Parameter`` that the optimizer updates.
+        tensor: The ``nn.Parameter`` that the optimizer updates, of the master type.
     """
 
-    def __init__(self, value: Tensor) -> None:
-        self.tensor = flow.nn.Parameter(value.detach().clone())
+    def __init__(self, value: Tensor, backend: Backend) -> None:
+        self._backend = backend
+        self.tensor = flow.nn.Parameter(value.detach().to(backend.device, backend.master).clone())
 
     def local(self) -> Tensor:
         """Return the value without autograd history; it shares the parameter's storage."""
         return self.tensor.detach()
+
+    def new_leaf(self) -> Tensor:
+        """Return an autograd leaf with the present value in the compute type."""
+        value = self.local().to(self._backend.compute) if self._backend.has_masters else self.local()
+        return value.requires_grad_(True)
 
     def copy_storage(self) -> None:
         """Copy the value to new storage; the old storage stays with tensors that share it."""
@@ -60,6 +72,7 @@ class WeightVersions:
         names: Names of the weights.
         parameters: The newest values: `LocalParameter` objects or, in exported files, global tensors (`StoredParameter`).
         make_optimizer: Called once with the parameters' tensors; not called if there are no parameters.
+        backend: Device and types.
 
     Attributes:
         names: Names of the weights.
@@ -67,7 +80,10 @@ class WeightVersions:
         optimizer: Optimizer of the parameters; None if there are none.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Any], make_optimizer: OptimizerFactory) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Any], make_optimizer: OptimizerFactory, backend: Backend
+    ) -> None:
+        self.backend = backend
         self.names = tuple(names)
         self.parameters = list(parameters)
         tensors = [parameter.tensor for parameter in self.parameters]
@@ -115,9 +131,9 @@ class WeightVersions:
         for index in map(self.names.index, names):
             gradient = sums[index]
             if gradient is None:
-                gradient = flow.zeros_like(self.parameters[index].local())
+                gradient = flow.zeros_like(self.parameters[index].local(), dtype=self.backend.compute)
             vectors.append(gradient.reshape(-1))
-        return flow.cat(vectors, dim=0)
+        return flow.cat(vectors, dim=0).to(self.backend.communication)
 
     def set_gradient(self, update: int, names: Sequence[str], vector: Tensor) -> None:
         """Replace this rank's gradient sums of some weights by those over all ranks, given as one vector (see `gradient`)."""
@@ -129,37 +145,46 @@ class WeightVersions:
             sums[index] = flow.narrow(vector, 0, position, value.numel()).reshape(*value.shape)
             position += value.numel()
 
-    def update(self, number: int, keeps: bool) -> None:
+    def are_finite(self, update: int) -> bool:
+        """Return whether this rank's gradient sums of an update are finite."""
+        return are_finite(self._gradients.get(update, []))
+
+    def update(self, number: int, keeps: bool, scale: float = 1.0, is_skipped: bool = False) -> None:
         """Make an optimizer step from version ``number`` to the next one, with the gradients of update ``number``.
 
         Args:
             number: Number of the version and of the update.
             keeps: Whether computations still read the version after the update, until `drop`.
+            scale: Factor that the gradients contain.
+            is_skipped: Whether the next version has the same values, since the gradients of some rank are not finite.
         """
-        if keeps:
+        if not keeps:
+            del self._versions[number]
+        elif not self.backend.has_masters:
             for parameter in self.parameters:
                 parameter.copy_storage()
-        else:
-            del self._versions[number]
         gradients = self._gradients.pop(number, [None] * len(self.parameters))
-        self._before_step(number, gradients)
-        for parameter, gradient in zip(self.parameters, gradients):
-            parameter.set_gradient(gradient)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.set_gradient(None)
+        self._before_step(number, gradients, scale)
+        if self.optimizer is not None and not is_skipped:
+            if self.backend.has_masters:
+                step_masters(self.optimizer, self.parameters, gradients, scale)
+            else:
+                for parameter, gradient in zip(self.parameters, gradients):
+                    parameter.set_gradient(gradient)
+                self.optimizer.step()
+                for parameter in self.parameters:
+                    parameter.set_gradient(None)
         self._versions[number + 1] = self._leaves()
 
-    def _before_step(self, update: int, gradients: Sequence[Tensor | None]) -> None:
-        """Called before each optimizer step with its gradients; subclasses may copy them."""
+    def _before_step(self, update: int, gradients: Sequence[Tensor | None], scale: float) -> None:
+        """Called before each optimizer step with its gradients, times ``scale``; subclasses may copy them."""
 
     def drop(self, number: int) -> None:
         """Free a version that no computation reads any more."""
         del self._versions[number]
 
     def _leaves(self) -> list[Tensor]:
-        return [parameter.local().requires_grad_(True) for parameter in self.parameters]
+        return [parameter.new_leaf() for parameter in self.parameters]
 
 
 class ReplicaWeights(WeightVersions):
@@ -168,13 +193,15 @@ class ReplicaWeights(WeightVersions):
     Args:
         values: Initial values by name; copied.
         make_optimizer: As for `WeightVersions`.
+        backend: Device and types.
 
     Attributes:
         keeps_gradients: Whether the gradients of every update of a run are kept for `kept_gradients`.
     """
 
-    def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory) -> None:
-        super().__init__(tuple(values), list(map(LocalParameter, values.values())), make_optimizer)
+    def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory, backend: Backend = HOST) -> None:
+        parameters = [LocalParameter(value, backend) for value in values.values()]
+        super().__init__(tuple(values), parameters, make_optimizer, backend)
         self.keeps_gradients = False
         self._kept_gradients: dict[int, list[Tensor | None]] = {}  # by update
 
@@ -182,9 +209,12 @@ class ReplicaWeights(WeightVersions):
         super().begin()
         self._kept_gradients = {}
 
-    def _before_step(self, update: int, gradients: Sequence[Tensor | None]) -> None:
+    def _before_step(self, update: int, gradients: Sequence[Tensor | None], scale: float) -> None:
         if self.keeps_gradients:  # as copies: an optimizer may change the tensors in place
-            self._kept_gradients[update] = [None if gradient is None else gradient.clone() for gradient in gradients]
+            master = self.backend.master
+            self._kept_gradients[update] = [
+                None if gradient is None else gradient.clone().to(master) * (1.0 / scale) for gradient in gradients
+            ]
 
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
@@ -218,8 +248,14 @@ class ReplicaWeights(WeightVersions):
         saved["state"] = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters)):
             entry = dict(entries[name])
-            parameter.tensor.data.copy_(flow.tensor(entry.pop("value")))
+            parameter.tensor.data.copy_(self.backend.tensor(entry.pop("value"), self.backend.master))
             for key in [key for key in entry if key.startswith("all.")]:
                 saved["state"][key[len("all.") :]] = entry.pop(key).item()
-            saved["state"][index] = {key: flow.tensor(value) for key, value in entry.items()}
+            # States of the optimizer have the type of the weights, apart from counts.
+            saved["state"][index] = {
+                key: self.backend.tensor(
+                    value, self.backend.master if np.issubdtype(value.dtype, np.floating) else None
+                )
+                for key, value in entry.items()
+            }
         self.optimizer.load_state_dict(saved)

@@ -7,6 +7,7 @@ A word stands for an action of a whole worker, in which each of its ranks takes 
 ``2F5>3``      send its output to worker 3
 ``2F5<1``      receive its output from worker 1
 ``2A3``        sum stage 2's gradients of update 3 over ranks; ``0&3A3``: those of weights that stages 0 and 3 share
+``2V3``        decide with the other ranks of the worker whether update 3 of stage 2 is skipped; ``V3``: with all ranks
 ``2U3``        update version 3 of stage 2's weights to version 4, in place
 ``2K3``        update it and keep version 3, which computations still read
 ``2D3``        drop version 3
@@ -27,10 +28,12 @@ from autoddl.costmodel.crossing import Cuts, even_crossing, held_by
 from autoddl.costmodel.errors import UserError
 
 from ...schedule import Kind, ScheduleFrame, Task, read_task
-from .actions import Action, Drop, Message, Program, Receive, Reduce, Run, Send, Update, message_of
+from .actions import Action, Agree, Drop, Message, Program, Receive, Reduce, Run, Send, Update, message_of
 from .local import backward_pieces, run_of
 from .slots import HeldBlock
 
+#: A word for `Agree`.
+_DECISION = re.compile(r"^(\d*)V(\d+)$")
 __all__ = ["Crossing", "WorkerWords", "word_of"]
 
 #: (task, direction, other worker); direction and worker are empty except in words for messages.
@@ -47,6 +50,8 @@ def word_of(action: Action) -> str:
         return f"{action.message.task}<{action.message.source}"
     if isinstance(action, Reduce):
         return f"{'&'.join(map(str, action.stages))}A{action.update}"
+    if isinstance(action, Agree):
+        return action.word
     if isinstance(action, Update):
         text = str(action.task)
         return text.replace("U", "K") if action.keeps else text
@@ -110,6 +115,9 @@ class WorkerWords:
     def _actions(self, words: Sequence[str], worker: int, rank: int) -> Iterator[Action]:
         pieces = backward_pieces(filter(None, map(read_task, words)), self.slots_per_micro_batch)
         for word in words:
+            if decision := _DECISION.match(word):
+                yield self._agreement(decision[1], int(decision[2]), worker)
+                continue
             text, arrow, peer = _WORD.findall(word)[0]
             *other_stages, last = text.split("&")
             task = read_task(re.sub("[KD]", "U", last))  # 2K3 and 2D3 contain the task 2U3
@@ -143,6 +151,11 @@ class WorkerWords:
         workers = self.workers[source], self.workers[destination]
         pieces = even_crossing(*ends, shape)
         return [message_of(task, self.slots_per_micro_batch, piece, *workers, shape) for piece in pieces]
+
+    def _agreement(self, stage: str, update: int, worker: int) -> Agree:
+        if stage:
+            return Agree(int(stage), update, tuple(self.workers[worker]))
+        return Agree(None, update, tuple(rank for members in self.workers for rank in members))
 
     def _reduction(self, stages: tuple[int, ...], update: int) -> Reduce:
         holders = {workers[stage] for workers in self.frame.placement for stage in stages}

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from ...schedule import Kind
 from ..load import load_oneflow
-from .actions import BoundaryTensor, Drop, Program, Reduce, Run, Update
+from ..loss_scaling import LossScaler
+from .actions import Agree, BoundaryTensor, Drop, Program, Reduce, Run, Update
 from .checkpoint import Entry
 from .data import LossListener, LossPart
 from .passes import StagePasses
@@ -60,8 +61,11 @@ class Work(Protocol):
     def set_gradient(self, stage: int, action: Reduce, total: Tensor) -> None:
         """Set the gradients of one of the action's stages to the sum that `total` returned."""
 
+    def agree(self, action: Agree, transport: Transport) -> None:
+        """Decide with other ranks whether an update is skipped. The gradients of the update have been set."""
+
     def update(self, action: Update) -> None:
-        """Make an optimizer step."""
+        """Make an optimizer step, unless it is skipped."""
 
     def drop(self, action: Drop) -> None:
         """Free a version of weights."""
@@ -134,6 +138,7 @@ class ModelWork(StagePasses):
         stages: The model's stages.
         replicas: Weights of the stages on this rank, by (pipeline, stage).
         on_loss: Called with each part of a loss as soon as it is computed, on the ranks of the last stage.
+        scaler: Scale of the loss, which is constant during a run and the same on all ranks; None: losses are not scaled.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class ModelWork(StagePasses):
         stages: RunnableStages,
         replicas: Mapping[tuple[int, int], WeightVersions],
         on_loss: LossListener | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.stages = stages
         self.boundaries = stages.boundaries
@@ -152,6 +158,9 @@ class ModelWork(StagePasses):
         tasks = [action.task for action in program.actions if isinstance(action, Run)]
         recomputed = {task.stage for task in tasks if task.kind is Kind.RECOMPUTE}
         super().__init__(replicas, stages.run, program.frame.num_stages - 1, recomputed)
+        self.scaler = scaler
+        # Whether the gradients were finite on all ranks that decided, by (stage, update); None for all stages.
+        self._decisions: dict[tuple[int | None, int], bool] = {}
         self._per_micro_batch = program.slots_per_micro_batch
         self._alive_slots = 0
 
@@ -159,6 +168,9 @@ class ModelWork(StagePasses):
 
     def begin(self) -> None:
         self.losses = {}
+        self._decisions = {}
+        if self.scaler is not None:
+            self.loss_scale = self.scaler.scale
         self.peak_activations, self.peak_versions = 0.0, 1
         for replica in self.replicas.values():
             replica.begin()
@@ -182,12 +194,25 @@ class ModelWork(StagePasses):
         (replica,) = (replica for (_, number), replica in self.replicas.items() if number == stage)
         self.stages.set_gradient(stage, action, replica, total)
 
+    def agree(self, action: Agree, transport: Transport) -> None:
+        held = [replica for (_, stage), replica in self.replicas.items() if action.stage in (None, stage)]
+        is_finite = all(replica.are_finite(action.update) for replica in held)
+        num_infinite = transport.all_reduce(held[0].backend.tensor([0.0 if is_finite else 1.0]), action.ranks)
+        self._decisions[action.stage, action.update] = float(num_infinite.numpy()[0]) == 0.0
+
     def update(self, action: Update) -> None:
-        replica = self.replicas[action.task.pipeline, action.task.stage]
-        replica.update(action.task.micro_batch, action.keeps)
+        task = action.task
+        replica = self.replicas[task.pipeline, task.stage]
+        decisions = ((task.stage, task.micro_batch), (None, task.micro_batch))
+        is_finite = all(self._decisions.get(key, True) for key in decisions)
+        replica.update(task.micro_batch, action.keeps, self.loss_scale, is_skipped=not is_finite)
         self.peak_versions = max(self.peak_versions, replica.num_versions)
         if replica.parameters:
             wait_for(replica.parameters[-1].local())
+
+    def skipped_updates(self) -> set[int]:
+        """Return the numbers of the updates that were skipped, at least for one stage, in the present run."""
+        return {update for (_, update), is_finite in self._decisions.items() if not is_finite}
 
     def drop(self, action: Drop) -> None:
         self.replicas[action.pipeline, action.stage].drop(action.version)

@@ -40,6 +40,7 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 
 from ..load import load_oneflow, preload_libraries
+from .devices import prepare_device, take_gpu
 from .messages import read_message, write_message
 from .network import create_namespace, join_namespace
 from .parting import leave_network, wait_for_departures
@@ -147,6 +148,7 @@ def _start(options: RankOptions) -> None:
         join_namespace(options.private_network)
     _launcher.watch()  # from here on there are threads: namespaces have to be joined before
     _launcher.send("hello")
+    choice = prepare_device(os.environ) if options.with_oneflow else None
     if options.with_oneflow:
         import numpy  # noqa: F401  # NumPy and the libraries load slowly and need no other rank: now, while rank 0 starts
 
@@ -154,7 +156,11 @@ def _start(options: RankOptions) -> None:
     if options.rank > 0:
         _launcher.receive()  # "load": a rank that connects to rank 0 too early sleeps for 10 s before it tries again
     if options.with_oneflow:
-        load_oneflow()
+        flow = load_oneflow()
+        if choice is not None:
+            gpu = choice.gpu
+            line = take_gpu(flow, *(() if gpu is None else (gpu.index, gpu.free_bytes)))
+            sys.stdout.write(f"{line}\n")
 
 
 def _serve(launcher: _Launcher) -> None:

@@ -40,13 +40,12 @@ class GlobalWeights:
         self.parameters: dict[str, StoredParameter] = {}
         own: dict[str, list[StoredParameter]] = {ready.name: [] for ready in stage.layers}
         for name, stored in stage.weights.stored.items():
-            dtype = flow.tensor(values[stored.sources[0][0]][:0]).dtype
-            self.parameters[name] = self._parameter(stored, dtype)
+            self.parameters[name] = self._parameter(stored)
             own[stored.layer].append(self.parameters[name])
         self.groups = {layer: parameter_groups(of_layer, stage.stepper) for layer, of_layer in own.items()}
         self.assign(values)
 
-    def _parameter(self, stored: StoredWeight, dtype: Any) -> StoredParameter:
+    def _parameter(self, stored: StoredWeight) -> StoredParameter:
         layout, ranks = stored.layout, self.stage.stepper
         mesh = self._mesh
         if mesh is None:
@@ -54,7 +53,7 @@ class GlobalWeights:
             assert mesh is not None, "the axes of one parameter are a mesh"
         sbp = [flow.sbp.broadcast if dim is None else flow.sbp.split(dim) for dim in split_dims(layout.axes, mesh)]
         placement = ranks.mesh(*(axis.size for axis in mesh))
-        return StoredParameter(layout, ranks, placement, sbp or [flow.sbp.broadcast], dtype, stored.is_trained)
+        return StoredParameter(layout, ranks, placement, sbp or [flow.sbp.broadcast], stored.is_trained)
 
     def local(self, is_summing: bool) -> list[Tensor]:
         """Return the local tensors that the layers compute with, in the order of ``parameters``.

@@ -148,6 +148,8 @@ def test_the_command(lent_ranks, text, capsys):
     document = json.loads(capsys.readouterr().out)
     assert (document["schedule"], document["num_ranks"], len(document["losses"])) == ("chimera", 2, 3)
     assert document["tokens_per_s"] > 0
+    # Two processes with OneFlow, each of which takes more than 50 MiB to load.
+    assert len(document["peak_memory_bytes"]) == 2 and min(document["peak_memory_bytes"]) > 50 * 2**20
     in_full = document["bytes_between_stages"]
     assert (in_full["num_steps"], in_full["saved"]) == (1, 0)
     assert main([*command, "--schedule", "gpipe", "--timeline", "--compress-boundaries"]) == 0

@@ -1,0 +1,136 @@
+"""What can execute a plan in a verification: AutoDDL's collectives in eager mode, or OneFlow's ``nn.Graph``.
+
+Inside an ``nn.Graph`` only the bytes of whole steps can be counted, and no log of communication steps can be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.pipelines.runtime.comm.layouts import product_order
+from autoddl.pipelines.runtime.graph.meshes import check_graph_plan
+from autoddl.pipelines.runtime.pipeline.stage_traffic import sent_messages
+
+from ..executors import EAGER, GRAPH, check_executor
+from .comparing import compare
+from .fitting import FittedPlan
+from .prediction import Prediction
+from .result import PhaseCheck, Verification
+from .task import RankResult
+
+__all__ = ["Executor", "executor_of"]
+
+#: Bytes that an ``nn.Graph`` sends for itself with every message (510 to 517, measured over changes of layout on 4 ranks).
+_MESSAGE_BYTES = 512
+#: Messages that sum the gradient of a vector (a bias, the scale of a norm), relative to a matrix; measured on 2 and 4 ranks.
+_VECTOR_MESSAGES = 1.8
+
+
+@dataclass(frozen=True)
+class Executor:
+    """An executor.
+
+    Attributes:
+        check: Checks that it can execute a fitted plan; raises a `UserError` otherwise.
+        run_job, count_job: Jobs of the ranks that execute the plan, and that only count its bytes again.
+        compare: Compares the results of the ranks, as `comparing.compare`.
+    """
+
+    check: Callable[[FittedPlan], Any]
+    run_job: str
+    count_job: str
+    compare: Callable[..., Verification]
+
+
+def executor_of(name: str) -> Executor:
+    """Return an executor.
+
+    Raises:
+        UserError: There is none of this name.
+    """
+    check_executor(name)
+    return _EXECUTORS[name]
+
+
+def _check_graph(fitted: FittedPlan) -> None:
+    check_executor(GRAPH, len(fitted.stages))
+    check_graph_plan(fitted.scaled.graph, fitted.scaled.strategies)
+
+
+def _compare_graph(
+    plan: Any,
+    fitted: FittedPlan,
+    prediction: Prediction,
+    reference: Any,
+    results: Any,
+    **options: Any,
+) -> Verification:
+    """Compare the results of the graph executor: values, and the bytes of a whole step; see `comparing.compare`."""
+    own: list[RankResult] = [
+        replace(result, run_bytes=None, run_steps=prediction.workers[0].priced) for result in results
+    ]
+    verification = compare(plan, fitted, prediction, reference, own, **options)
+    # Layers show their predicted bytes.
+    stages = tuple(
+        replace(stage, layers=tuple(replace(layer, phases=_without_steps(layer.phases)) for layer in stage.layers))
+        for stage in verification.stages
+    )
+    counted = results[0].run_bytes
+    predicted = verification.step.predicted_bytes
+    sent = None if counted is None else counted - _MESSAGE_BYTES * _num_messages(fitted, prediction)
+    reason = "" if counted is None else "only whole steps can be counted inside nn.Graph"
+    return replace(
+        verification,
+        stages=stages,
+        step=PhaseCheck(predicted, sent, may_be_less=True),
+        executor=GRAPH,
+        layers_not_counted_because=options["not_counted_because"] or reason,
+    )
+
+
+def _without_steps(phases: Mapping[str, PhaseCheck]) -> dict[str, PhaseCheck]:
+    return {name: PhaseCheck(phase.predicted_bytes, None) for name, phase in phases.items()}
+
+
+def _num_messages(fitted: FittedPlan, prediction: Prediction) -> float:
+    """Return the number of messages of a step: of the priced steps, of the sums of gradients, and of the mean loss.
+
+    Gradients are summed parameter by parameter, and the sections of a fused weight are parameters of their own.
+    """
+    graph: LayerGraph = fitted.scaled.graph
+    num_ranks, passes = fitted.stages[0].num_ranks, fitted.scaled.workload.num_micro_batches
+    num_messages = 0.0
+    for (name, phase), steps in prediction.sections.items():
+        layer = graph[name]
+        num_sections = product_order(graph, layer).num_sections if layer.kind == "linear" else 1
+        if phase != "gradient":
+            num_messages += num_ranks * passes * num_sections * sum(map(sent_messages, steps.priced))
+        elif steps.priced:
+            p0 = fitted.scaled.strategies[name].p0
+            weights = [1.0 if len(parameter.shape) > 1 else _VECTOR_MESSAGES for parameter in layer.parameters]
+            num_tensors = sum(weights) * num_sections / max(1, len(layer.modules) if layer.kind == "linear" else 1)
+            num_messages += num_tensors * 2 * (p0 - 1) * num_ranks
+    loss_sums = 1 + any(
+        kind_of(layer.kind).is_loss for layer in graph.layers
+    )  # cross entropy also sums the number of targets
+    return num_messages + passes * loss_sums * 2 * num_ranks * (num_ranks - 1)
+
+
+_EXECUTORS = {
+    EAGER: Executor(
+        lambda fitted: None,
+        "autoddl.verification.rank_job:run_plan",
+        "autoddl.verification.rank_job:count_again",
+        compare,
+    ),
+    GRAPH: Executor(
+        _check_graph,
+        "autoddl.verification.graph_job:run_graph",
+        "autoddl.verification.graph_job:count_graph_again",
+        _compare_graph,
+    ),
+}
