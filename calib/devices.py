@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.devices import CPU, DEVICE_TYPES, DEVICE_VARIABLE, GPU
+from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE, GPU, check_device_type
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import precision_of
 
@@ -60,8 +60,7 @@ def device_type(asked: str | None, base: Cluster, gpus_are_there: Callable[[], b
     asked = asked or os.environ.get(DEVICE_VARIABLE)
     if not asked:
         return GPU if base.has_gpus and gpus_are_there() else CPU
-    if asked not in DEVICE_TYPES:
-        raise UserError(f"device {asked!r} is not one of {', '.join(DEVICE_TYPES)}")
+    check_device_type(asked)
     if asked == GPU and not base.has_gpus:
         raise UserError(f"device={GPU!r} needs a base cluster of GPUs, {base.name} has {base.device.name}")
     return asked

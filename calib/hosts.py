@@ -6,10 +6,8 @@ All functions here run on ranks.  Ranks exchange facts on their CPUs, whatever d
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +16,7 @@ import numpy as np
 
 from autoddl.costmodel.devices import CPU, GPU
 from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.ranks.interfaces import list_interfaces
 
 from .measurements import BOTH_LEVELS
 
@@ -29,8 +28,6 @@ LOOPBACK, NCCL = "loopback", "NCCL"
 _MAX_CORES = 1024
 #: Bytes of a text that ranks exchange.
 _TEXT_BYTES = 64
-#: Linux' request for the address of an interface.
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,7 @@ def interface_towards(address: str) -> str:
         own = probe.getsockname()[0]
         if own.startswith("127."):
             return LOOPBACK
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
+        return next((interface.name for interface in list_interfaces() if interface.address == own), "")
     return ""
 
 

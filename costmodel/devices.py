@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["CPU", "DEVICE_TYPES", "DEVICE_VARIABLE", "GPU", "chosen_device", "on_gpu"]
+from .errors import UserError
+
+__all__ = ["CPU", "DEVICE_TYPES", "DEVICE_VARIABLE", "GPU", "check_device_type", "chosen_device", "on_gpu"]
 
 #: The types of devices, as OneFlow calls them.
 CPU, GPU = "cpu", "cuda"
 DEVICE_TYPES = (GPU, CPU)
 #: Environment variable that names the type of device of ranks, in place of that of the plan's cluster.
 DEVICE_VARIABLE = "AUTODDL_DEVICE"
+
+
+def check_device_type(device: str) -> None:
+    """Check that a name is that of a type of device.
+
+    Raises:
+        UserError: It is not.
+    """
+    if device not in DEVICE_TYPES:
+        raise UserError(f"device {device!r} is not one of {', '.join(DEVICE_TYPES)}")
 
 
 def on_gpu(environ: Mapping[str, str]) -> bool:

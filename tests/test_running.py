@@ -34,8 +34,9 @@ def suite(tmp_path: Path) -> Path:
     """A repository of its own, with this one's way to run tests and none of its tests."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "docs").mkdir()
-    for name in ("conftest.py", "distributing.py", "faults.py", "sharedranks.py", "watchdog.py"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    for path in (ROOT / "tests").glob("*.py"):
+        if not path.name.startswith("test_"):
+            shutil.copy(path, tmp_path / "tests")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     (tmp_path / "docs" / "faults.md").write_text(

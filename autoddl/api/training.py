@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from autoddl.costmodel.devices import DEVICE_TYPES
+from autoddl.costmodel.devices import check_device_type
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import precision_of
 from autoddl.pipelines.runtime.pipeline.problems import (
@@ -335,8 +335,7 @@ def _refuse_given(arguments: Mapping[str, object], why: str) -> None:
 def _device(given: str | None) -> str:
     """Return the given type of device; None: GPUs if this machine has any, and CPU ranks if not."""
     device = given or present_device()
-    if device not in DEVICE_TYPES:
-        raise UserError(f"device {device!r} is not one of {', '.join(DEVICE_TYPES)}")
+    check_device_type(device)
     return device
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoddl.costmodel.devices import CPU, GPU
+from autoddl.costmodel.devices import CPU, GPU, check_device_type
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import precision_of
 from autoddl.costmodel.reading import read_bytes
@@ -37,7 +37,6 @@ __all__ = ["ONEFLOW_VERSION", "Demands", "UnmetDemand", "check_script", "demands
 
 #: The OneFlow version that the runtime is written for.
 ONEFLOW_VERSION = "0.9.0"
-
 
 _HEAD_BYTES = 5_000  # of a script; its origin is recorded there
 
@@ -94,8 +93,8 @@ def demands_of(plan: PlanFile, device_type: str | None = None) -> Demands:
     memory = [float(worker["memory_bytes"]) for worker in workers for _ in worker["ranks"]]
     if sorted(devices) != list(range(cluster.num_devices)):
         raise UserError(f"the plan has ranks {devices}, should have each of 0 to {cluster.num_devices - 1} once")
-    if device_type not in (None, CPU, GPU):
-        raise UserError(f"device {device_type!r} is not one of {GPU}, {CPU}")
+    if device_type is not None:
+        check_device_type(device_type)
     if device_type == GPU and not cluster.has_gpus:
         raise UserError(f"device={GPU!r} is for plans for GPUs; this plan is for {cluster.device.name}")
     on_gpus = cluster.has_gpus and device_type != CPU

@@ -19,8 +19,9 @@ from typing import Any
 
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.gpus import VISIBLE_VARIABLE, Gpu, list_gpus
+from autoddl.pipelines.runtime.ranks.interfaces import Interface, list_interfaces
 
-from .interfaces import IFNAME_VARIABLE, Interface, list_interfaces
+from .interfaces import IFNAME_VARIABLE
 from .oneflowbuild import OneFlowBuild, oneflow_build
 
 __all__ = ["GpuFacts", "HostFacts", "digest", "gather_facts"]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from autoddl.costmodel.precision import precision_of
 from autoddl.costmodel.units import format_bytes
 from autoddl.pipelines.runtime.ranks.gpus import VISIBLE_VARIABLE, Gpu, visible_gpus
+from autoddl.pipelines.runtime.ranks.interfaces import Interface
 
 from .facts import GpuFacts
-from .interfaces import IFNAME_VARIABLE, Interface, nccl_interfaces
+from .interfaces import IFNAME_VARIABLE, nccl_interfaces
 from .oneflowbuild import OneFlowBuild
 from .unmet import UnmetDemand
 

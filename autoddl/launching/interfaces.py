@@ -1,4 +1,4 @@
-"""Network interfaces: those of this host, the ones that NCCL uses, and a probe between hosts over their addresses.
+"""Network interfaces: the ones that NCCL uses, and a probe between hosts over their addresses.
 
 NCCL meets the other ranks over TCP, on interfaces that it chooses on each host by itself. NCCL_SOCKET_IFNAME changes the choice
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html):
@@ -16,61 +16,20 @@ right host: an address such as 172.17.0.1 of a container bridge exists on every 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["IFNAME_VARIABLE", "Interface", "ProbeServer", "Target", "list_interfaces", "nccl_interfaces", "probe"]
+from autoddl.pipelines.runtime.ranks.interfaces import Interface
+
+__all__ = ["IFNAME_VARIABLE", "ProbeServer", "Target", "nccl_interfaces", "probe"]
 
 IFNAME_VARIABLE = "NCCL_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
 _TOKEN_BYTES = 16
 _PROBE_SECONDS = 5.0
-_REQUEST_BYTES = 40  # of struct ifreq
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface.
-
-    Attributes:
-        name: of the interface.
-        is_up: whether it is up and has a carrier.
-        address: its IPv4 address; "" if it has none.
-    """
-
-    name: str
-    is_up: bool
-    address: str
-
-
-def list_interfaces() -> tuple[Interface, ...]:
-    """The network interfaces of this host."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            address = ""
-            with contextlib.suppress(OSError):
-                request = struct.pack(f"{_REQUEST_BYTES}s", name.encode())
-                address = socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
-            found.append(Interface(name, _is_up(name), address))
-    return tuple(found)
-
-
-def _is_up(name: str) -> bool:
-    """Whether the kernel says that an interface is up; virtual ones such as lo are "unknown", and count as up by their flag."""
-    folder = Path("/sys/class/net") / name
-    try:
-        state, flags = (folder / "operstate").read_text().strip(), int((folder / "flags").read_text(), 16)
-    except (OSError, ValueError):
-        return True  # not known: the probe will tell
-    return state == "up" or (state == "unknown" and flags & 1 == 1)
 
 
 def nccl_interfaces(interfaces: Sequence[Interface], setting: str | None) -> tuple[Interface, ...]:

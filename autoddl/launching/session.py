@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.ranks.failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
+from autoddl.pipelines.runtime.ranks.interfaces import Interface
 
 from .connection import Connection, supervisor_command
 from .demands import differences
@@ -24,7 +25,7 @@ from .facts import HostFacts, gather_facts
 from .gpuchecks import nccl_interface
 from .heartbeat import HeartbeatThread
 from .hosts import Placement
-from .interfaces import IFNAME_VARIABLE, Interface
+from .interfaces import IFNAME_VARIABLE
 from .interrupts import InterruptCounter, Interrupted
 from .job import Job, Rendezvous
 from .lines import Message

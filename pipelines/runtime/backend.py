@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.devices import CPU, DEVICE_TYPES, GPU
+from autoddl.costmodel.devices import CPU, GPU, check_device_type
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import precision_of
 
@@ -119,7 +119,6 @@ def check_device(device: str) -> None:
     Raises:
         UserError: The type of device is unknown, or OneFlow finds no such device.
     """
-    if device not in DEVICE_TYPES:
-        raise UserError(f"device {device!r} is not one of {', '.join(DEVICE_TYPES)}")
+    check_device_type(device)
     if device == GPU and not flow.cuda.is_available():
         raise UserError(f"device {GPU!r}: OneFlow finds no GPU on this machine; device={CPU!r} runs on CPU ranks")

@@ -20,10 +20,11 @@ from autoddl.launching.demands import Demands, differences
 from autoddl.launching.facts import GpuFacts, HostFacts
 from autoddl.launching.gpuchecks import capability_of, plan_faults
 from autoddl.launching.hosts import Host, Placement, place
-from autoddl.launching.interfaces import Interface, ProbeServer, Target, list_interfaces, nccl_interfaces, probe
+from autoddl.launching.interfaces import ProbeServer, Target, nccl_interfaces, probe
 from autoddl.launching.oneflowbuild import OneFlowBuild, architectures, oneflow_build
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.gpus import Gpu
+from autoddl.pipelines.runtime.ranks.interfaces import Interface, list_interfaces
 
 from .launches import PATIENCE_S
 
