@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autoddl.costmodel.devices import DEVICE_TYPES
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.limits import MAX_DIGITS, MAX_OPTION
 from autoddl.costmodel.reading import is_whole, parse_figure
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from ..text.tables import Text
 
 __all__ = [
+    "add_connection",
+    "add_device",
     "add_edited",
     "add_family_options",
     "add_json",
+    "add_log_dir",
     "add_memory_limit",
     "add_plan",
     "add_quiet",
@@ -181,6 +185,33 @@ def add_memory_limit(parser: argparse._ActionsContainer, default: str) -> None:
 def memory_limit_bytes(arguments: argparse.Namespace) -> float | None:
     """Return the memory limit per device in bytes; None if the option is not given."""
     return None if arguments.memory_limit is None else arguments.memory_limit * 2**30
+
+
+def add_device(parser: argparse._ActionsContainer, default: str) -> None:
+    """Add the option ``--device`` of commands that start ranks; ``default`` says which is taken without it."""
+    parser.add_argument("--device", choices=DEVICE_TYPES, help=f"type of device of the ranks (default: {default})")
+
+
+def add_log_dir(parser: argparse._ActionsContainer) -> None:
+    """Add the option ``--log-dir`` of commands that start ranks on hosts."""
+    parser.add_argument(
+        "--log-dir", metavar="DIR", help="folder of the log files, one per rank (default: autoddl-logs/TIME)"
+    )
+
+
+def add_connection(parser: argparse._ActionsContainer) -> None:
+    """Add the options of the connection to hosts: ``--python``, ``--ssh`` and ``--master-address``; None if not given."""
+    parser.add_argument("--python", metavar="PATH", help="path of Python on the hosts (default: that of this Python)")
+    parser.add_argument(
+        "--ssh",
+        metavar="COMMAND",
+        help="command that connects to hosts, with its options, such as 'ssh -p 2222' (default: ssh)",
+    )
+    parser.add_argument(
+        "--master-address",
+        metavar="HOST",
+        help="address of the host of rank 0 (default: the address at which ssh reached it)",
+    )
 
 
 def add_family_options(parser: argparse._ActionsContainer) -> None:

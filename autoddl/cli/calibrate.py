@@ -16,7 +16,7 @@ from autoddl.costmodel.limits import MAX_BYTES, MAX_DEVICES
 from autoddl.costmodel.reading import parse_figure, whole_number
 from autoddl.costmodel.units import format_bytes, to_si
 
-from ._options import variables_option
+from ._options import add_connection, add_device, add_log_dir, variables_option
 from .fit import add_fit_arguments, name_of, write_calibration
 
 __all__ = ["add_parser", "run"]
@@ -46,11 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N,...",
         help="numbers of ranks on this machine, each measured in a job of its own (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        help="type of device (default: cuda, if the base cluster has GPUs and OneFlow sees one)",
-    )
+    add_device(parser, default="cuda, if the base cluster has GPUs and OneFlow sees one")
     parser.add_argument(
         "--precision",
         metavar="NAME,...",
@@ -88,15 +84,7 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
         metavar="H1:N,H2:N,...",
         help="start N ranks over ssh on each of these hosts, which need the same Python, AutoDDL and working directory",
     )
-    group.add_argument(
-        "--ssh", metavar="COMMAND", help="command that connects to hosts, with its options (default: ssh)"
-    )
-    group.add_argument("--python", metavar="PATH", help="path of Python on the hosts (default: that of this Python)")
-    group.add_argument(
-        "--master-address",
-        metavar="HOST",
-        help="address of the host of rank 0 (default: the address at which ssh reached it)",
-    )
+    add_connection(group)
     group.add_argument(
         "--env",
         action="append",
@@ -104,9 +92,7 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="environment variable of the ranks, such as NCCL_SOCKET_IFNAME=eth0; repeatable",
     )
-    group.add_argument(
-        "--log-dir", metavar="DIR", help="folder of the log files, one per rank (default: autoddl-logs/TIME)"
-    )
+    add_log_dir(group)
 
 
 def run(arguments: argparse.Namespace) -> int:

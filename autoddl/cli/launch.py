@@ -11,7 +11,7 @@ from typing import Any
 from autoddl.costmodel.suggestions import did_you_mean
 
 from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S
-from ._options import add_edited, add_plan, variables_option
+from ._options import add_connection, add_edited, add_log_dir, add_plan, variables_option
 
 __all__ = ["add_parser", "run"]
 
@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_remote_options(parser)
     _add_time_limits(parser)
     add_edited(parser)
-    parser.set_defaults(arguments=[])
+    parser.set_defaults(arguments=[], python=sys.executable, ssh="ssh")
     _take_arguments_after_dashes(parser)
 
 
@@ -71,9 +71,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder that is passed to the script, which resumes from the latest checkpoint there",
     )
-    group.add_argument(
-        "--log-dir", metavar="DIR", help="folder of the log files, one per rank (default: autoddl-logs/TIME)"
-    )
+    add_log_dir(group)
     group.add_argument("--chdir", metavar="DIR", help="working directory of the ranks (default: the current directory)")
     group.add_argument(
         "--env",
@@ -102,23 +100,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_remote_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("remote hosts")
-    group.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="PATH",
-        help="path of Python on the hosts (default: that of this Python)",
-    )
-    group.add_argument(
-        "--ssh",
-        default="ssh",
-        metavar="COMMAND",
-        help="command that connects to hosts, with its options, such as 'ssh -p 2222' (default: %(default)s)",
-    )
-    group.add_argument(
-        "--master-address",
-        metavar="HOST",
-        help="address of the host of rank 0 (default: the address at which ssh reached it)",
-    )
+    add_connection(group)
     group.add_argument(
         "--slurm-option",
         action="append",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._options import add_json, add_quiet, add_wide, print_document, show
+from ._options import add_device, add_json, add_quiet, add_wide, print_document, show
 from ._planning import add_model_arguments, model_of
 
 __all__ = ["add_parser", "run"]
@@ -26,11 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="CLUSTER",
         help="cluster that predicts the times, usually a calibrated cluster file (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        help="type of device (default: cuda, if the cluster has GPUs and OneFlow sees one)",
-    )
+    add_device(parser, default="cuda, if the cluster has GPUs and OneFlow sees one")
     parser.add_argument(
         "--precision",
         metavar="NAME",

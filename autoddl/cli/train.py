@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from inspect import signature
 
-from autoddl.costmodel.devices import DEVICE_TYPES
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import PRECISIONS
 
 from ._options import (
+    add_device,
     add_edited,
     add_family_options,
     add_json,
@@ -126,9 +126,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--learning-rate", type=float, default=1e-3, metavar="LR", help="learning rate (default: %(default)g)"
     )
-    group.add_argument(
-        "--device", choices=DEVICE_TYPES, help="type of device of the ranks (default: GPUs if this machine has any)"
-    )
+    add_device(group, default="cuda if this machine has GPUs")
     group.add_argument(
         "--precision", choices=tuple(PRECISIONS), help="precision of a model without a plan (default: float32)"
     )
