@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Generator
 from dataclasses import astuple
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import autoddl
 from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE
+from autoddl.pipelines.runtime.ranks.failures import RankError
 
 from .distributing import Scheduling, mark_ranks, tell_units
 from .faults import PAGE, Fault, of_mark, page_with
@@ -21,6 +23,8 @@ from .watchdog import Watchdog
 
 #: A test that takes longer says why in its docstring.
 SLOW_SECONDS = 10.0
+#: Lines of the output of a rank that a report of its failure shows.
+LOG_LINES = 40
 
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _WORKERS_DIR = pytest.StashKey[Path]()
@@ -93,6 +97,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     skip_without_gpus(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Where a rank failed, the report shows the end of the output of all ranks: their folder goes with the machine."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, RankError) and error.log is not None:
+        for log in sorted(error.log.parent.glob("rank*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            report.sections.append((f"end of {log.name}", "\n".join(lines[-LOG_LINES:])))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

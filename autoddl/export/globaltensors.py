@@ -21,7 +21,7 @@ from autoddl.costmodel.precision import precision_of
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.runtime.graph.layers import GlobalLayer, global_layer
 from autoddl.pipelines.runtime.graph.meshes import check_graph_plan
-from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, POOLING, RMS_NORM_EPS, ROTARY_BASE
+from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, LEARNING_RATES, POOLING, RMS_NORM_EPS, ROTARY_BASE
 from autoddl.pipelines.runtime.samples import text_task
 from autoddl.pipelines.runtime.statements import Call, Fact, Name
 
@@ -32,7 +32,7 @@ from .assembling import RESERVED, built_in_of, check_graph, names_defined_in
 from .classes import block_sections
 from .library import library_text
 from .source import Names, comment, plain_text, value_text
-from .templates import startup_text
+from .templates import ENDING, IMPORTS, startup_text
 from .writing import folded
 
 if TYPE_CHECKING:
@@ -111,21 +111,13 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss:.6f}", flush=True)
 
 
-def fail(kind: Any, error: Any, trace: Any) -> None:
-    """Print an exception and end the process at once; otherwise it would wait for the other ranks at exit."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.flush()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.excepthook = fail
+@ending@
     main()'''
 
 _OPTIMIZERS = {
-    "adam": ("Adam(model.parameters(), lr=options.learning_rate)", "0.001"),
-    "momentum": ("SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)", "0.01"),
-    "sgd": ("SGD(model.parameters(), lr=options.learning_rate)", "0.01"),
+    "adam": "Adam(model.parameters(), lr=options.learning_rate)",
+    "momentum": "SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)",
+    "sgd": "SGD(model.parameters(), lr=options.learning_rate)",
 }
 _OPERATORS = {"add": " + ", "multiply": " * "}
 
@@ -165,7 +157,7 @@ def graph_text(plan: PlanFile) -> str:
     names = {node.id for node in ast.walk(ast.parse(own_text)) if isinstance(node, ast.Name)}
     library = library_text(names, (), {"nn", *names_defined_in(own_text)})
     head = [_DOCSTRING.replace("@model@", plain_text(plan.graph.name)), *map(comment, writer.figures()), ""]
-    imports = sorted({*library.standard_imports, *_IMPORTS}, key=lambda line: (line.startswith("from"), line))
+    imports = sorted({*library.standard_imports, *IMPORTS}, key=lambda line: (line.startswith("from"), line))
     compute = precision_of(plan.workload.precision).compute
     top = _TOP.replace("@device@", GPU if plan.cluster.has_gpus else CPU).replace("@compute@", compute)
     imports = [line for line in imports if "__future__" not in line]
@@ -192,12 +184,6 @@ def _with_short_docstrings(text: str) -> str:
             if first.end_lineno > first.lineno:
                 lines[first.lineno - 1 : first.end_lineno] = [lines[first.lineno - 1] + '"""']
     return "\n".join(lines)
-
-
-_IMPORTS = (
-    *("import argparse", "import ctypes", "import importlib.util", "import os", "import sys", "import traceback"),
-    *("from pathlib import Path", "from typing import Any"),
-)
 
 
 def _fact(layer: Layer, built_in: BuiltIn, fact: Fact) -> Any:
@@ -383,11 +369,11 @@ class _Writer:
             config += "        if not ON_GPU:\n"
             config += '            raise SystemExit("on CPU ranks nn.Graph sometimes loses accumulated gradients")\n'
             config += f"        self.config.set_gradient_accumulation_steps({workload.num_micro_batches})\n"
-        optimizer, rate = _OPTIMIZERS[workload.optimizer]
         values = {
             "config": config,
-            "optimizer": optimizer,
-            "rate": rate,
+            "optimizer": _OPTIMIZERS[workload.optimizer],
+            "rate": str(LEARNING_RATES[workload.optimizer]),
+            "ending": ENDING,
             "inputs": value_text((workload.batch, *data.shape)),
             "targets": value_text((workload.batch, *targets.shape)),
             "input_mesh": self.mesh_name(self.meshes[reader.name]),

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoddl.pipelines.runtime.load import CUDA_LIBRARIES
+from autoddl.pipelines.runtime.model_constants import LEARNING_RATES
 from autoddl.pipelines.runtime.samples import text_task
 
 from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from .scene import Scene
 from .source import literal
 
-__all__ = ["IMPORTS", "PipelineCalls", "main_text", "startup_text"]
+__all__ = ["ENDING", "IMPORTS", "PipelineCalls", "main_text", "startup_text"]
 
 #: Imports of the standard library that the texts of this module need.
 IMPORTS = (
@@ -33,6 +34,17 @@ if (spec := importlib.util.find_spec("nvidia")) is not None:
         for folder in map(Path, spec.submodule_search_locations or []):
             if (folder / library).exists():
                 ctypes.CDLL(str(folder / library), mode=ctypes.RTLD_GLOBAL)"""
+
+#: How a file ends, before the call of `main`.
+ENDING = '''def fail(kind: Any, error: Any, trace: Any) -> None:
+    """Print an exception and end the process at once; otherwise it would wait for the other ranks at exit."""
+    traceback.print_exception(kind, error, trace)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.excepthook = fail'''
 
 _MAIN = '''@build@
 
@@ -56,15 +68,7 @@ def arguments() -> argparse.Namespace:
 @state_options@@data_options@    return parser.parse_args()
 
 
-def fail(kind: Any, error: Any, trace: Any) -> None:
-    """Print an exception and end the process at once; otherwise it would wait for the other ranks at exit."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.flush()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.excepthook = fail
+@ending@
     main(arguments())'''
 
 _MODEL_BUILD = '''def build(seed: int = 0@argument@) -> Model:
@@ -187,12 +191,13 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
         "check_before": "",
         "data_options": "",
         "end": "",
+        "ending": ENDING,
         "optimizer": literal(optimizer),
         "plain": "",
         "plain_argument": "",
         "prepare": "",
         **(_SCALED_VALUES if scene.workload.types.scales_losses else _UNSCALED_VALUES),
-        "rate": "0.001" if optimizer == "adam" else "0.01",
+        "rate": str(LEARNING_RATES[optimizer]),
         "selected": "",
         "set_values": f"initialize({'replica.module' if pipeline else 'model'}, seed)",
         **(_pipeline_values(pipeline) if pipeline else _MODEL_VALUES),

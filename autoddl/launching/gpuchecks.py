@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoddl.costmodel.precision import precision_of
-from autoddl.costmodel.units import format_bytes
+from autoddl.costmodel.units import counted, format_bytes
 from autoddl.pipelines.runtime.ranks.gpus import VISIBLE_VARIABLE, Gpu, visible_gpus
 from autoddl.pipelines.runtime.ranks.interfaces import Interface
 
@@ -97,7 +97,7 @@ def gpu_faults(
         wanted = len(ranks) if joined_as is None else demands.devices_per_node
         advice = "" if found.gpus else "; nvidia-smi lists them; device=cpu runs the plan on CPU ranks"
         yield UnmetDemand(
-            f"host {name} has {_counted(len(seen))}{hidden}; the plan is for {wanted} per node ({demands.device}){advice}",
+            f"host {name} has {counted(len(seen), 'GPU')}{hidden}; the plan is for {wanted} per node ({demands.device}){advice}",
             can_be_forced=not found.gpus,  # there may be GPUs without nvidia-smi, as in some containers
         )
         return
@@ -212,10 +212,6 @@ def _named(gpu: Gpu) -> str:
 
 def _shown(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
-
-
-def _counted(number: int) -> str:
-    return "1 GPU" if number == 1 else f"{number} GPUs"
 
 
 # ---- The network of NCCL ----------------------------------------------------------------------------------------------------

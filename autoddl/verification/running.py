@@ -18,6 +18,7 @@ from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime import train_steps
 from autoddl.pipelines.runtime.backend import HOST, backend_of
 from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.model_constants import LEARNING_RATES
 from autoddl.pipelines.runtime.pipeline.report import RankReport
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.stage.model import PlannedModel
@@ -123,4 +124,4 @@ def make_optimizer(task: VerificationTask, parameters: Any, epsilon: float) -> A
     """Return the optimizer of the task's workload, for the parameters that require gradients."""
     name = task.workload.optimizer
     options = {"eps": epsilon, "do_bias_correction": task.corrects_bias}
-    return train_steps.make_optimizer(parameters, name, 1e-3 if name == "adam" else 0.01, **options)
+    return train_steps.make_optimizer(parameters, name, LEARNING_RATES[name], **options)

@@ -232,11 +232,20 @@ def epilogue(context: LayerContext) -> list[Call]:
             number = next(numbers)
             dropout = context.fact(f"dropout_{number}", "dropout_of", layer.name, number)
             calls.append(Call("apply_dropout", (X, dropout, Name("step"), RANKS)))
-        elif operation not in EPILOGUES:
-            raise UserError(
-                f"{layer.describe()}: the operation {operation!r} after it is not supported; "
-                f"supported are {', '.join(EPILOGUES)}, mul and dropout"
-            )
-        elif EPILOGUES[operation]:
-            calls.append(Call(EPILOGUES[operation], (X,)))
+        elif function := epilogue_function(layer, operation):
+            calls.append(Call(function, (X,)))
     return calls
+
+
+def epilogue_function(layer: Layer, operation: str) -> str:
+    """Return the function of an element-wise operation after a layer; "" if there is nothing to do.
+
+    Raises:
+        UserError: The operation is not supported.
+    """
+    if operation not in EPILOGUES:
+        raise UserError(
+            f"{layer.describe()}: the operation {operation!r} after it is not supported; "
+            f"supported are {', '.join(EPILOGUES)}, mul and dropout"
+        )
+    return EPILOGUES[operation]

@@ -9,6 +9,7 @@ import numpy as np
 import autoddl
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
+from autoddl.pipelines.runtime.statements import EPILOGUES
 from autoddl.zoo.builtin import recognise
 from autoddl.zoo.modules import build_module, make_batch
 
@@ -44,6 +45,13 @@ def train_applied(plan, num_steps):
     )
     applied.load_state_dict(initial)
     return losses, expected, difference, applied.train_step(*batches[0])
+
+
+def epilogues(x):
+    """The values of every element-wise operation after a layer, by its name, as the graph executor computes it."""
+    from autoddl.pipelines.runtime.graph.model import _function
+
+    return {name: _function(called)(flow.tensor(x)).numpy() for name, called in EPILOGUES.items() if called}
 
 
 def train_page(path, num_steps):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.special import erf, expit
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
@@ -92,6 +94,35 @@ def test_an_applied_model_trains_in_a_graph(ranks):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert difference < 1e-5
         assert repeated == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_epilogues_are_their_formulas(ranks):
+    x = np.linspace(-3, 3, 13, dtype=np.float32)
+    gelu = x * (1 + erf(x / np.sqrt(2))) / 2
+    tanh_gelu = x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+    selu = 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(x))
+    expected = {
+        "relu": np.maximum(x, 0),
+        "gelu": gelu,
+        "fast_gelu": tanh_gelu,
+        "gelu_tanh": tanh_gelu,
+        "quick_gelu": x * expit(1.702 * x),
+        "silu": x * expit(x),
+        "sigmoid": expit(x),
+        "sigmoid_v2": expit(x),
+        "tanh": np.tanh(x),
+        "elu": np.where(x > 0, x, np.expm1(x)),
+        "selu": selu,
+        "mish": x * np.tanh(np.log1p(np.exp(x))),
+        "softplus": np.log1p(np.exp(x)),
+        "square": x**2,
+        "abs": np.abs(x),
+        "exp": np.exp(x),
+    }
+    (found,) = ranks(1).run(f"{JOBS}:epilogues", x)
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert values == pytest.approx(expected[name], abs=1e-5, rel=1e-5), name
 
 
 # ---- Refusals ----------------------------------------------------------------------------------------------------------------

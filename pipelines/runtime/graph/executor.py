@@ -20,9 +20,11 @@ from autoddl.costmodel.workload import Workload
 from ..backend import Backend
 from ..feeding import feeds_of, inputs_of
 from ..load import load_oneflow
+from ..loss_scaling import GROWTH_INTERVAL, INITIAL_SCALE
+from ..model_constants import LEARNING_RATES
 from ..train_steps import make_optimizer
 from ..userparameters import check_parameters, first_names
-from .model import GlobalModel, InputLayout, empty_tensor
+from .model import GlobalModel, InputLayout, global_tensor
 
 flow: Any = load_oneflow()
 
@@ -31,10 +33,6 @@ __all__ = ["GraphExecutor", "MakeOptimizer"]
 Tensor = Any
 #: Makes the optimizer of some parameters.
 MakeOptimizer = Callable[[Iterable[Any]], Any]
-_LEARNING_RATE = {"adam": 1e-3}
-_OTHER_LEARNING_RATE = 1e-2
-#: Loss scale at the beginning of mixed precision, and steps without overflow until it doubles.
-_LOSS_SCALE, _GROWTH_STEPS = 2.0**16, 2000
 
 
 class _TrainingGraph(flow.nn.Graph):
@@ -68,7 +66,7 @@ class _TrainingGraph(flow.nn.Graph):
         if backend.device == GPU and backend.has_masters:
             self.config.enable_amp(True, dtype=backend.compute)
             if backend.compute == flow.float16:
-                self.set_grad_scaler(flow.amp.GradScaler(init_scale=_LOSS_SCALE, growth_interval=_GROWTH_STEPS))
+                self.set_grad_scaler(flow.amp.GradScaler(init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL))
 
     def build(self, *tensors: Tensor) -> Tensor:
         output = self.model(*tensors)
@@ -130,7 +128,7 @@ class GraphExecutor:
 
     def _default_optimizer(self, parameters: Iterable[Any]) -> Any:
         name = self._workload.optimizer
-        return make_optimizer(parameters, name, _LEARNING_RATE.get(name, _OTHER_LEARNING_RATE))
+        return make_optimizer(parameters, name, LEARNING_RATES[name])
 
     # ---- Training ------------------------------------------------------------------------------------------------------------
 
@@ -182,7 +180,7 @@ class GraphExecutor:
     def _tensor(self, values: np.ndarray, layout: InputLayout) -> Tensor:
         is_float = np.issubdtype(values.dtype, np.floating)
         values = values.reshape(len(values), *layout.shape)
-        return empty_tensor(values, layout.mesh.placement, layout.sbp, flow.float32 if is_float else flow.int64)
+        return global_tensor(values, layout.mesh.placement, layout.sbp, flow.float32 if is_float else flow.int64)
 
     # ---- Parameters ----------------------------------------------------------------------------------------------------------
 

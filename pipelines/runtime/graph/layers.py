@@ -32,7 +32,7 @@ from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
 
 from ..comm.layouts import product_order
-from ..statements import EPILOGUES, TARGETS, Call, Fact, LayerContext, Name, X
+from ..statements import TARGETS, Call, Fact, LayerContext, Name, X, epilogue_function
 from .meshes import COLUMNS, weight_split
 
 __all__ = ["MESH", "DataInput", "GlobalLayer", "GlobalParameter", "global_layer"]
@@ -180,14 +180,29 @@ def _epilogue(context: _Context, names: Sequence[str]) -> tuple[dict[str, Call],
             dropout = context.read(context.fact("dropout", "dropout_of", context.layer.name, number))
             modules[f"dropout_{number}"] = Call("nn.Dropout", (dropout.probability,))
             calls += [Call(_own(f"dropout_{number}"), (Name(name),), result=(name,)) for name in names]
-        elif operation not in EPILOGUES:
-            raise UserError(
-                f"{context.layer.describe()}: the operation {operation!r} after it is not supported; "
-                f"supported are {', '.join(EPILOGUES)}, mul and dropout"
-            )
-        elif EPILOGUES[operation]:
-            calls += [Call(EPILOGUES[operation], (Name(name),), result=(name,)) for name in names]
+        elif function := epilogue_function(context.layer, operation):
+            calls += [Call(function, (Name(name),), result=(name,)) for name in names]
     return modules, calls, tuple(names)
+
+
+def _single_module(context: _Context, module: Call, data: tuple[int, ...], is_split: bool = False) -> GlobalLayer:
+    """Return a layer of one module that reads ``x``, and the operations after it.
+
+    Args:
+        context: The layer.
+        module: Makes the module.
+        data: Shape of a sample of the model's input, for a layer that reads it.
+        is_split: See `DataInput`.
+    """
+    modules, calls, results = _epilogue(context, ("x",))
+    return GlobalLayer(
+        {"": module, **modules},
+        (Call(_own(), (X,), computes=True), *calls),
+        ("x",),
+        results,
+        context.whole_parameters(),
+        None if context.producers else DataInput(data, is_split),
+    )
 
 
 # ---- Kinds ---------------------------------------------------------------------------------------------------------------------
@@ -252,14 +267,8 @@ def _embedding(context: _Context) -> GlobalLayer:
     layer = context.layer
     context.read(context.fact("", "check_table"))
     size = (layer.attributes["vocabulary"], layer.attributes["features"])
-    modules, calls, results = _epilogue(context, ("x",))
-    return GlobalLayer(
-        {"": Call("Embedding", (MESH, *size, weight_split(context.strategy))), **modules},
-        (Call(_own(), (X,), computes=True), *calls),
-        results=results,
-        parameters=context.whole_parameters(),
-        data=DataInput((layer.rows,)),
-    )
+    module = Call("Embedding", (MESH, *size, weight_split(context.strategy)))
+    return _single_module(context, module, (layer.rows,))
 
 
 def _position(context: _Context) -> GlobalLayer:
@@ -285,16 +294,7 @@ def _norm(context: _Context) -> GlobalLayer:
         module = Call("RMSNorm", (MESH, features, eps))
     if not layer.parameters:
         raise UserError(f"{layer.describe()}: a norm without a weight is not supported by the graph executor")
-    modules, calls, results = _epilogue(context, ("x",))
-    data = None if context.producers else DataInput((prod(layer.input_shape[:-1]), features), is_split=True)
-    return GlobalLayer(
-        {"": module, **modules},
-        (Call(_own(), (X,), computes=True), *calls),
-        ("x",),
-        results,
-        context.whole_parameters(),
-        data,
-    )
+    return _single_module(context, module, (prod(layer.input_shape[:-1]), features), is_split=True)
 
 
 def _attention(context: _Context) -> GlobalLayer:
@@ -329,17 +329,7 @@ def _conv2d(context: _Context) -> GlobalLayer:
     layer = context.layer
     options = dict(context.read(context.fact("options", "convolution_options")))
     options = {"bias": context.has_bias, **options}
-    modules, calls, results = _epilogue(context, ("x",))
-    data = None if context.producers else DataInput(layer.input_shape)
-    module = Call("Convolution", (MESH, layer.parameters[0].shape), options)
-    return GlobalLayer(
-        {"": module, **modules},
-        (Call(_own(), (X,), computes=True), *calls),
-        ("x",),
-        results,
-        context.whole_parameters(),
-        data,
-    )
+    return _single_module(context, Call("Convolution", (MESH, layer.parameters[0].shape), options), layer.input_shape)
 
 
 def _loss(context: _Context) -> GlobalLayer:
@@ -359,11 +349,7 @@ def _opaque(context: _Context) -> GlobalLayer:
     if len(layer.modules) > 1 or len(context.producers) > 1:
         raise UserError(f"{layer.describe()}: the graph executor runs single modules with one input only")
     module = context.read(context.fact("module", "own_module", [], context.strategy.p0))
-    modules, calls, results = _epilogue(context, ("x",))
-    data = None if context.producers else DataInput(layer.input_shape)
-    return GlobalLayer(
-        {"": Call("", (module,)), **modules}, (Call(_own(), (X,), computes=True), *calls), ("x",), results, (), data
-    )
+    return _single_module(context, Call("", (module,)), layer.input_shape)
 
 
 _KINDS: Mapping[str, Callable[[_Context], GlobalLayer]] = {

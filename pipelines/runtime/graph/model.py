@@ -23,16 +23,16 @@ from .. import facts
 from ..backend import Backend
 from ..dropouts import check_dropouts, dropout_of
 from ..load import load_oneflow
-from ..operations import quick_gelu, tanh_gelu
+from ..operations import elu, quick_gelu, tanh_gelu
 from ..statements import Call, Fact, Name
 from . import modules
-from .layers import DataInput, GlobalLayer, GlobalParameter, global_layer
+from .layers import DataInput, GlobalLayer, global_layer
 from .meshes import check_graph_plan
 
 flow: Any = load_oneflow()
 nn: Any = flow.nn
 
-__all__ = ["GlobalModel", "InputLayout", "empty_tensor", "local_slices"]
+__all__ = ["GlobalModel", "InputLayout", "global_tensor", "local_slices"]
 
 Tensor = Any
 
@@ -40,7 +40,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "": lambda x: x,
     "add": lambda *terms: functools.reduce(operator.add, terms),
     "multiply": operator.mul,
-    **{function.__name__: function for function in (modules.gather, modules.mean_difference, quick_gelu, tanh_gelu)},
+    **{f.__name__: f for f in (modules.gather, modules.mean_difference, elu, quick_gelu, tanh_gelu)},
 }
 
 
@@ -196,11 +196,11 @@ class GlobalModel(nn.Module):
         """Record where the values of the user's parameters are, and let tied layers use one tensor."""
         ties = {p.name: p.tied_to for p in layer.parameters if p.tied_to is not None}
         for parameter in form.parameters:
-            owner, name = _owner(made, parameter)
+            owner, name = _owner(made, parameter.path)
             tied = [ties[source] for source, _, _ in parameter.sources if source in ties]
             if tied:
                 first = self._by_name[tied[0]]
-                ((path, _),) = [(p.path, p) for p in first.form.parameters if p.path.endswith("weight")]
+                (path,) = [p.path for p in first.form.parameters if p.path.endswith("weight")]
                 first_owner, first_name = _owner(first, path)
                 owner.register_parameter(name, getattr(first_owner, first_name))
                 continue
@@ -259,9 +259,8 @@ def _reader(module: Any) -> Callable[[Fact], Any]:
     return read
 
 
-def _owner(layer: Any, parameter: GlobalParameter | str) -> tuple[Any, str]:
+def _owner(layer: Any, path: str) -> tuple[Any, str]:
     """Return the module that has a parameter of a layer, and the parameter's name there."""
-    path = parameter if isinstance(parameter, str) else parameter.path
     attribute, _, name = path.rpartition(".")
     return layer._modules[attribute or "own"], name
 
@@ -290,7 +289,7 @@ def _split_dim(state: Any) -> int | None:
     return next((dim for dim in range(6) if state == flow.sbp.split(dim)), None)
 
 
-def empty_tensor(values: np.ndarray, placement: Any, sbp: Any, dtype: Any) -> Tensor:
+def global_tensor(values: np.ndarray, placement: Any, sbp: Any, dtype: Any) -> Tensor:
     """Return a global tensor of an array that every rank has, without communication."""
     tensor = flow.empty(*values.shape, dtype=dtype, placement=placement, sbp=sbp)
     own = np.ascontiguousarray(values[local_slices(tensor)])

@@ -32,10 +32,10 @@ from .actions import Action, Agree, Drop, Message, Program, Receive, Reduce, Run
 from .local import backward_pieces, run_of
 from .slots import HeldBlock
 
-#: A word for `Agree`.
-_DECISION = re.compile(r"^(\d*)V(\d+)$")
 __all__ = ["Crossing", "WorkerWords", "word_of"]
 
+#: A word for `Agree`.
+_DECISION = re.compile(r"^(\d*)V(\d+)$")
 #: (task, direction, other worker); direction and worker are empty except in words for messages.
 _WORD = re.compile(r"^(.+?)(?:([<>])(\d+))?$")
 

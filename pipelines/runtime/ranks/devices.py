@@ -2,7 +2,7 @@
 
 **What OneFlow does.** A rank of OneFlow 0.9.0 uses the GPU whose index, among those that CUDA shows it, is ``LOCAL_RANK``. There is
 no other way to say it: in a job, ``flow.cuda.set_device`` refuses every other index, and ``CUDA_VISIBLE_DEVICES`` only has an
-    effect before the import (https://github.com/Oneflow-Inc/oneflow/issues/9389). So the environment decides:
+effect before the import (https://github.com/Oneflow-Inc/oneflow/issues/9389). So the environment decides:
 
     what the rank sees                           CUDA_VISIBLE_DEVICES   LOCAL_RANK    GPU
     a GPU for each rank of its host              as it is               as it is      index LOCAL_RANK
@@ -22,6 +22,7 @@ from typing import Any
 
 from autoddl.costmodel.devices import on_gpu
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import counted
 
 from .gpus import VISIBLE_VARIABLE, Gpu, list_gpus, visible_gpus
 from .ownnodes import OWN_NODES_VARIABLE, make_own_nodes
@@ -99,7 +100,7 @@ def _is_bound(environ: Mapping[str, str]) -> bool:
 
 
 def _counted(number: int) -> str:
-    return "1 GPU" if number == 1 else f"{number or 'no'} GPUs"
+    return counted(number, "GPU") if number else "no GPUs"
 
 
 # ---- In the process of a rank ---------------------------------------------------------------------------------------------
