@@ -45,7 +45,12 @@ def num_gpus() -> int:
     """The number of GPUs that OneFlow finds; 0 where it cannot be loaded."""
     if not is_available():
         return 0
-    command = [sys.executable, "-c", _COUNT]
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        _COUNT,
+    ]  # isolated: the repository's autoddl/ folder must not hide the package
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_PATIENCE_S)
     assert done.returncode == 0, f"OneFlow does not say how many GPUs there are:\n{done.stderr}"
     return int(done.stdout)

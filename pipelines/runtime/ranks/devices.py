@@ -22,7 +22,6 @@ from typing import Any
 
 from autoddl.costmodel.devices import on_gpu
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.units import counted
 
 from .gpus import VISIBLE_VARIABLE, Gpu, list_gpus, visible_gpus
 from .ownnodes import OWN_NODES_VARIABLE, make_own_nodes
@@ -100,7 +99,7 @@ def _is_bound(environ: Mapping[str, str]) -> bool:
 
 
 def _counted(number: int) -> str:
-    return counted(number, "GPU") if number else "no GPUs"
+    return "1 GPU" if number == 1 else f"{number or 'no'} GPUs"
 
 
 # ---- In the process of a rank ---------------------------------------------------------------------------------------------
