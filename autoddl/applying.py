@@ -60,8 +60,7 @@ def apply(
 
     Raises:
         UserError: If the plan is for another model, another number of ranks or a device that is not there, or if a layer cannot be
-            run.  The message names the
-            difference.
+            run.  The message names the difference.
 
     >>> import autoddl
     >>> flow = autoddl.load_oneflow()

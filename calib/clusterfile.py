@@ -23,7 +23,7 @@ from .device import DeviceFit, fit_device, work_term
 from .fit import HeldOut, LevelFit, fit_level, fit_parameters, points_of
 from .forms import FORMS, Form, Key, MeasuredPoint
 from .measurements import BOTH_LEVELS, Sample
-from .trust import peak_of_reference
+from .trust import reference_peak
 
 __all__ = ["BothLevels", "Fit", "both_levels", "calibrated_document", "errors_of_cluster", "fit_samples", "quality_of"]
 
@@ -221,7 +221,7 @@ def _device(fit: DeviceFit, base: Cluster, source: str) -> dict[str, Any]:
     """
     document = dict(base.document["device"])
     document["peak"] = dict(document["peak"])
-    anchor = _anchor(fit, base)
+    anchor = _anchor(fit, base.device)
     works = {rate: np.maximum(fit.draws[work_term(rate)], 1e-18) for rate in fit.rates}
     reached = {rate: 1.0 / max(fit.parameters[work_term(rate)], 1e-18) for rate in fit.rates}
     peak = base.device.peak_flops[anchor]
@@ -247,10 +247,9 @@ def _device(fit: DeviceFit, base: Cluster, source: str) -> dict[str, Any]:
     return document
 
 
-def _anchor(fit: DeviceFit, base: Cluster) -> str:
+def _anchor(fit: DeviceFit, device: Device) -> str:
     """The measured precision whose efficiency the document gives."""
-    known = [rate for rate in base.device.peak_flops if rate in fit.rates]
-    return known[0]
+    return next(rate for rate in device.peak_flops if rate in fit.rates)
 
 
 # ---- The calibration field ------------------------------------------------------------------------------------------------
@@ -329,8 +328,8 @@ def _device_replicates(fit: DeviceFit | None, device: Device) -> Iterable[dict[s
     """
     if fit is None:
         return
-    anchor = next(rate for rate in device.peak_flops if rate in fit.rates)
-    to_reference = device.peak_flops[anchor] / peak_of_reference(device)
+    anchor = _anchor(fit, device)
+    to_reference = device.peak_flops[anchor] / reference_peak(device)
     yield _replicates("device", Key("", 0, "launch"), fit.draws["launch"])
     yield _replicates("device", Key("", 0, "work"), fit.draws[work_term(anchor)] * to_reference)
     for term in ("memory", "crowding"):

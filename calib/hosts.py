@@ -84,12 +84,12 @@ def hosts_of_job(device: str) -> Hosts:
 
 def _network(numbers: Sequence[int], device: str) -> str:
     """What the ranks communicate over; every rank calls."""
-    # The route to the host of rank 0 tells most on another host.
-    routes = exchange_texts(interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     if device == GPU:
         return NCCL
     if len(set(numbers)) == 1:
         return LOOPBACK
+    # The route to the host of rank 0 tells most on another host.
+    routes = exchange_texts(interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     return next(route for route, number in zip(routes, numbers) if number != numbers[0])
 
 

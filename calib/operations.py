@@ -14,7 +14,7 @@ from autoddl.pipelines.runtime.comm.mesh import RankAxis
 
 from .settings import TimedSetting, rows_and_features
 
-__all__ = ["operation"]
+__all__ = ["itemsize", "operation"]
 
 #: The precision of what ranks exchange, which is measured in bytes.
 _EXCHANGED = "float32"
@@ -28,10 +28,16 @@ def operation(setting: TimedSetting, device: str) -> Callable[[], Any]:
         left, right = _ones(backend, m, k), _ones(backend, n, k)
         return lambda: flow.matmul(left, right, transpose_b=True)
     if setting.collective == "elementwise":
-        itemsize = flow.zeros(1, dtype=backend.compute, device=device).element_size()
-        x = _ones(backend, max(1, setting.num_bytes // (2 * itemsize)))  # each element is read once and written once
+        x = _ones(
+            backend, max(1, setting.num_bytes // (2 * itemsize(backend)))
+        )  # each element is read once and written once
         return lambda: flow.relu(x)
     return _communication(setting, backend)
+
+
+def itemsize(backend: Backend) -> int:
+    """Bytes of an element of the compute type."""
+    return int(_ones(backend, 1).element_size())
 
 
 def _ones(backend: Backend, *shape: int) -> Any:

@@ -199,13 +199,15 @@ def steps_alone(steps: Sequence[tuple[Layer | None, Step]], backend: Backend) ->
 def _call(layer: Layer | None, step: Step, backend: Backend) -> Callable[[], Any]:
     from autoddl.pipelines.runtime.stepping import Stepper
 
+    from .operations import itemsize
+
     flow = load_oneflow()
     ones = partial(flow.ones, dtype=backend.compute, device=backend.device)
     stepper = Stepper(flow.env.get_world_size(), backend)
     if isinstance(step, ExchangeStep):
         return _exchange_call(step, stepper)
     size = step.axis.size
-    elements = max(1, round(step.nbytes / _itemsize(backend)))
+    elements = max(1, round(step.nbytes / itemsize(backend)))
     if step.collective is Collective.ALL_REDUCE:
         vector = ones(elements)
         return lambda: stepper.run(vector, step)
@@ -235,17 +237,14 @@ def _exchange_call(step: ExchangeStep, stepper: Stepper) -> Callable[[], Any]:
     from autoddl.costmodel.crossing import cuts_of, held_by
     from autoddl.pipelines.runtime.comm.exchanging import send_pieces
 
+    from .operations import itemsize
+
     backend, shape = stepper.backend, step.exchange.divisors
     pieces = [piece for piece in step.exchange.pieces(shape) if step.exchange.level_of(piece) == step.axis.level]
     mine = held_by(cuts_of(step.exchange.source, len(shape)), stepper.rank, shape)
-    rows = max(1, round(step.tensor_bytes / _itemsize(backend) / np.prod(shape)))
+    rows = max(1, round(step.tensor_bytes / itemsize(backend) / np.prod(shape)))
     x = load_oneflow().ones(*map(len, mine), rows, dtype=backend.compute, device=backend.device)
     return lambda: send_pieces(x, pieces, stepper, mine, (0, 1))
-
-
-def _itemsize(backend: Backend) -> int:
-    """Bytes of an element of the compute type."""
-    return int(load_oneflow().zeros(1, dtype=backend.compute, device=backend.device).element_size())
 
 
 # ---- Whole steps --------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ __all__ = [
     "UsageSum",
     "drawn_cluster",
     "outside_notes",
-    "peak_of_reference",
     "reference_peak",
     "trust",
 ]
@@ -127,7 +126,7 @@ class UsageSum:
     """Adds up what a step uses, on devices of a cluster that train in ``precision``."""
 
     def __init__(self, cluster: Cluster, precision: str):
-        self._relative = cluster.device.peak(precision) / reference_peak(cluster)
+        self._relative = cluster.device.peak(precision) / reference_peak(cluster.device)
         self._rings: dict[Key, np.ndarray] = {}
         self._sizes: dict[Key, dict[float, float]] = {}
         self._work = LocalWork()
@@ -235,7 +234,7 @@ def drawn_cluster(cluster: Cluster, k: int) -> Cluster:
     device = replace(
         cluster.device,
         launch_s=launch,
-        efficiency=1.0 / max(work, 1e-30) / reference_peak(cluster),
+        efficiency=1.0 / max(work, 1e-30) / reference_peak(cluster.device),
         memory_bandwidth=1.0 / max(memory, 1e-18),
     )
     return replace(cluster, links=(links[0], links[1]), device=device)
@@ -284,7 +283,7 @@ class _Draws:
         """Seconds per launch, per FLOP and per byte, each of shape (draws,)."""
         device = self.cluster.device
         if not self.has_device:
-            rate = device.efficiency * reference_peak(self.cluster)
+            rate = device.efficiency * reference_peak(self.cluster.device)
             ones = np.ones(self.num)
             return device.launch_s * ones, ones / rate, ones / device.memory_bandwidth
         found = self._values["device", "", 0]
@@ -294,13 +293,8 @@ class _Draws:
         return launch, work, memory
 
 
-def reference_peak(cluster: Cluster) -> float:
+def reference_peak(device: Device) -> float:
     """Peak FLOP/s of the precision that efficiencies are measured in: float32 if the device has it."""
-    return peak_of_reference(cluster.device)
-
-
-def peak_of_reference(device: Device) -> float:
-    """As :func:`reference_peak`, of a device."""
     peaks = device.peak_flops
     return peaks.get("float32", next(iter(peaks.values())))
 

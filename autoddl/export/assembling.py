@@ -30,7 +30,9 @@ __all__ = [
     "axis_lines",
     "built_in_of",
     "check_graph",
+    "merged_imports",
     "names_defined_in",
+    "names_in",
 ]
 
 #: Names of variables of exported files. Identifiers made from layer names must differ from them.
@@ -77,8 +79,8 @@ def assembled(draft: FileDraft) -> str:
     own_text = "\n\n".join(
         [draft.settings, draft.plan, *(text for _, texts in draft.sections for text in texts), draft.main]
     )
-    library = library_text(_names_in(own_text), _EARLY_NAMES, names_defined_in(own_text), _EARLY_CALLS)
-    imports = _merged_imports(library.standard_imports, templates.IMPORTS)
+    library = library_text(names_in(own_text), _EARLY_NAMES, names_defined_in(own_text), _EARLY_CALLS)
+    imports = merged_imports(library.standard_imports, templates.IMPORTS)
     top = [
         *[draft.heading, ""],
         *["from __future__ import annotations", "", *imports, ""],
@@ -184,7 +186,7 @@ def aliases_of(graph: LayerGraph) -> dict[str, str]:
     return aliases
 
 
-def _names_in(text: str) -> set[str]:
+def names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
@@ -200,7 +202,7 @@ def names_defined_in(text: str) -> set[str]:
     return names
 
 
-def _merged_imports(*groups: Sequence[str]) -> list[str]:
+def merged_imports(*groups: Sequence[str]) -> list[str]:
     """Merge import lines: one line per module, ``import ...`` before ``from ... import ...``."""
     plain_lines: set[str] = set()
     members_of: dict[str, set[str]] = {}

@@ -28,7 +28,7 @@ from autoddl.pipelines.runtime.statements import Call, Fact, Name
 from ..executors import GRAPH, check_executor
 from ..staging import stage_plans
 from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
-from .assembling import RESERVED, built_in_of, check_graph, names_defined_in
+from .assembling import RESERVED, built_in_of, check_graph, merged_imports, names_defined_in, names_in
 from .classes import block_sections
 from .library import library_text
 from .source import Names, comment, plain_text, value_text
@@ -154,10 +154,9 @@ def graph_text(plan: PlanFile) -> str:
     writer = _Writer(plan, forms, meshes)
     classes = writer.classes()
     own_text = "\n\n\n".join([writer.meshes_text(), *classes, writer.training_text(built_in)])
-    names = {node.id for node in ast.walk(ast.parse(own_text)) if isinstance(node, ast.Name)}
-    library = library_text(names, (), {"nn", *names_defined_in(own_text)})
+    library = library_text(names_in(own_text), (), {"nn", *names_defined_in(own_text)})
     head = [_DOCSTRING.replace("@model@", plain_text(plan.graph.name)), *map(comment, writer.figures()), ""]
-    imports = sorted({*library.standard_imports, *IMPORTS}, key=lambda line: (line.startswith("from"), line))
+    imports = merged_imports(library.standard_imports, IMPORTS)
     compute = precision_of(plan.workload.precision).compute
     top = _TOP.replace("@device@", GPU if plan.cluster.has_gpus else CPU).replace("@compute@", compute)
     imports = [line for line in imports if "__future__" not in line]
@@ -194,9 +193,7 @@ def _fact(layer: Layer, built_in: BuiltIn, fact: Fact) -> Any:
         return ROTARY_BASE if built_in.family == "llama" else None
     if fact.function == "convolution_options":
         return {name: layer.attributes[name] for name in ("stride", "padding")}
-    if (
-        fact.function == "own_module"
-    ):  # the only modules of built-in models that are run as they are: the poolings of VGG
+    if fact.function == "own_module":  # VGG's poolings: built-in models have no other modules that are run as they are
         return Call("nn.MaxPool2d", (), POOLING)
     return None
 

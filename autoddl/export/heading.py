@@ -14,6 +14,7 @@ from .source import comment, literal
 if TYPE_CHECKING:
     from ..planfile import PlanFile
 
+__all__ = ["backend_text", "heading_text", "settings_text"]
 
 _DOCSTRING = '''"""A OneFlow @what@ annotated with an AutoDDL plan, and its training loop. Written by `autoddl export`.
 

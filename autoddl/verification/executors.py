@@ -114,9 +114,8 @@ def _num_messages(fitted: FittedPlan, prediction: Prediction) -> float:
             weights = [1.0 if len(parameter.shape) > 1 else _VECTOR_MESSAGES for parameter in layer.parameters]
             num_tensors = sum(weights) * num_sections / max(1, len(layer.modules) if layer.kind == "linear" else 1)
             num_messages += num_tensors * 2 * (p0 - 1) * num_ranks
-    loss_sums = 1 + any(
-        kind_of(layer.kind).is_loss for layer in graph.layers
-    )  # cross entropy also sums the number of targets
+    # Cross entropy also sums the number of targets.
+    loss_sums = 1 + any(kind_of(layer.kind).is_loss for layer in graph.layers)
     return num_messages + passes * loss_sums * 2 * num_ranks * (num_ranks - 1)
 
 

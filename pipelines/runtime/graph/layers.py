@@ -128,11 +128,10 @@ class _Context(LayerContext):
     mesh: GraphMesh
     read: Read
 
-    def whole_parameters(self, module: str = "") -> tuple[GlobalParameter, ...]:
-        """Return the parameters ``weight`` and ``bias`` of a module, each the whole of one of the layer's."""
-        prefix = f"{module}." if module else ""
+    def whole_parameters(self) -> tuple[GlobalParameter, ...]:
+        """Return the parameters ``weight`` and ``bias`` of the only module, each the whole of one of the layer's."""
         return tuple(
-            GlobalParameter(f"{prefix}{name}", ((parameter.name, 0, parameter.shape[0]),))
+            GlobalParameter(name, ((parameter.name, 0, parameter.shape[0]),))
             for name, parameter in zip(("weight", "bias"), self.layer.parameters)
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,16 +265,15 @@ def _owner(layer: Any, path: str) -> tuple[Any, str]:
     return layer._modules[attribute or "own"], name
 
 
-def local_slices(tensor: Tensor, shape: Sequence[int] | None = None) -> tuple[slice, ...]:
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Return the part of a global tensor that this rank holds.
 
     Args:
         tensor: A global tensor of evenly split and broadcast axes.
-        shape: Its shape. Default: that of the tensor.
     """
     ranks = np.array(tensor.placement.ranks)
     coordinates = [int(index[0]) for index in np.nonzero(ranks == flow.env.get_rank())]
-    slices = [(0, length) for length in (shape or tensor.shape)]
+    slices = [(0, length) for length in tensor.shape]
     for state, size, coordinate in zip(tensor.sbp, ranks.shape, coordinates):
         dim = _split_dim(state)
         if dim is not None:

@@ -116,9 +116,8 @@ def prepare_device(environ: MutableMapping[str, str]) -> GpuChoice | None:
     """
     choice, has_own_node = None, OWN_NODES_VARIABLE in environ
     if on_gpu(environ):
-        environ.setdefault(
-            "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
-        )  # the order of nvidia-smi, by which indices are understood here
+        # The order of nvidia-smi, by which indices are understood here.
+        environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         choice = choose_gpu(environ, list_gpus())
         has_own_node = choice.has_own_node
         if choice.gpu is not None:
@@ -167,7 +166,7 @@ def take_gpu(flow: Any, host_index: int | None = None, free_bytes: float | None 
     if index >= num_gpus:
         raise UserError(
             f"rank {rank}: OneFlow sees {_counted(num_gpus)} on host {socket.gethostname()} and would use the one of index {index} "
-            f"(LOCAL_RANK); CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')} should show one for "
+            f"(LOCAL_RANK); CUDA_VISIBLE_DEVICES={os.environ.get(VISIBLE_VARIABLE, '(not set)')} should show one for "
             "each rank"
         )
     # OneFlow's threads choose the device themselves. Without this the main thread would occupy memory of GPU 0 on every rank.
