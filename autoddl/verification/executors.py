@@ -106,7 +106,7 @@ def _num_messages(fitted: FittedPlan, prediction: Prediction) -> float:
     num_messages = 0.0
     for (name, phase), steps in prediction.sections.items():
         layer = graph[name]
-        num_sections = product_order(graph, layer).num_sections if layer.kind == "linear" else 1
+        num_sections = len(product_order(graph, layer).section_widths) if layer.kind == "linear" else 1
         if phase != "gradient":
             num_messages += num_ranks * passes * num_sections * sum(map(sent_messages, steps.priced))
         elif steps.priced:

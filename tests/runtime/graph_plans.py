@@ -21,6 +21,7 @@ MODELS = {
     "bert": resolve_model("bert:1x128", **_SMALL),
     "llama": resolve_model("llama:1x128", **_SMALL),
     "gpt of two blocks": resolve_model("gpt:2x64", **_SMALL),
+    "gpt of one head": resolve_model("gpt:1x64", **{**_SMALL, "heads": 1}),
     "vgg": vgg(11, image=32, classes=64, hidden=128),
 }
 #: Layers whose weights are split by rows; those of the others are split by columns.

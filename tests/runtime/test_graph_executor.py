@@ -12,6 +12,7 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph_meshes import graph_mesh, is_simple_change
 from autoddl.costmodel.strategy import Strategy
+from autoddl.export import export
 from autoddl.pipelines.runtime.graph.meshes import check_graph_plan
 from autoddl.pipelines.runtime.ranks.failures import RankUserError
 from autoddl.search.planner import Options, make_plan
@@ -46,6 +47,14 @@ def test_families_compute_and_send_as_promised(counted_ranks, name, levels):
     names = {p.name for layer in plan.graph.layers for p in layer.parameters if p.tied_to is None}
     for checks in (found.gradients, found.parameters):
         assert {check.name for check in checks} == names
+
+
+def test_attention_of_one_head(counted_ranks):
+    """Its q, k and v are one group, whose sections are modules as those of several groups. Slow: nn.Graph compiles."""
+    plan = plan_of("gpt of one head", (2, 1))
+    found = verify(plan, 2, options=OPTIONS, pool=counted_ranks(2))
+    assert found.faults == ()
+    assert "_query = Linear(" in export(plan, "oneflow-graph")
 
 
 def test_recomputation(counted_ranks):

@@ -494,17 +494,13 @@ class ProductOrder:
     Attributes:
         widths: Number of features of each module of the layer.
         num_groups: Number of groups; 1 if the features are in the order of the modules.
-        section_widths: Number of features of each section that is interleaved with the others (q, k and v, for example).
+        section_widths: Number of features of each section that is interleaved with the others (q, k and v, for example).  A layer
+            without groups has one section; one group has as many as several groups have.
     """
 
     widths: tuple[int, ...]
     num_groups: int
     section_widths: tuple[int, ...]
-
-    @property
-    def num_sections(self) -> int:
-        """Number of sections that are interleaved; 1 without groups."""
-        return len(self.section_widths) if self.num_groups > 1 else 1
 
     @property
     def rows(self) -> np.ndarray:

@@ -210,7 +210,7 @@ def _single_module(context: _Context, module: Call, data: tuple[int, ...], is_sp
 def _linear(context: _Context) -> GlobalLayer:
     layer, split = context.layer, weight_split(context.strategy)
     order = product_order(context.graph, layer)
-    sections = order.section_widths if order.num_groups > 1 else (sum(order.widths),)
+    sections = order.section_widths
     parts = context.mesh.size(FEATURES)
     if any(width % parts for width in sections):
         raise UserError(f"{layer.describe()}: its sections are {sections} wide, should be multiples of {parts}")
