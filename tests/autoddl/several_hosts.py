@@ -21,6 +21,10 @@ from autoddl.pipelines.runtime.availability import Availability
 SSHD = "/usr/sbin/sshd"
 
 
+#: Daemons are not on everyone's path.
+SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
 def hosts_available(*programs: str) -> Availability:
     """Whether there can be hosts here that run these programs."""
     if not sys.platform.startswith("linux"):
@@ -28,7 +32,7 @@ def hosts_available(*programs: str) -> Availability:
     if os.geteuid() != 0:
         return Availability("several hosts on one machine need root")
     for name in ("ip", "nsenter", "unshare", *programs):
-        if shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
+        if shutil.which(name, path=SEARCH_PATH) is None:
             return Availability(f"several hosts on one machine need {name}")
     tried = subprocess.run(
         [
@@ -114,7 +118,7 @@ class Hosts:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "PATH": SEARCH_PATH, **(environment or {})},
             )
         self._daemons.append(daemon)
         return daemon
