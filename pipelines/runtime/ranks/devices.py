@@ -166,7 +166,7 @@ def take_gpu(flow: Any, host_index: int | None = None, free_bytes: float | None 
     if index >= num_gpus:
         raise UserError(
             f"rank {rank}: OneFlow sees {_counted(num_gpus)} on host {socket.gethostname()} and would use the one of index {index} "
-            f"(LOCAL_RANK); CUDA_VISIBLE_DEVICES={os.environ.get(VISIBLE_VARIABLE, '(not set)')} should show one for "
+            f"(LOCAL_RANK); CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')} should show one for "
             "each rank"
         )
     # OneFlow's threads choose the device themselves. Without this the main thread would occupy memory of GPU 0 on every rank.
