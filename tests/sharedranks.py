@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.pipelines.runtime.ranks.network import namespace_available
@@ -34,7 +35,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
             pytest.skip(available.reason)
         if num_ranks not in pools or not pools[num_ranks].is_open:
             log_dir: Path = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-            pools[num_ranks] = RankPool(num_ranks, private_network=private_network, log_dir=log_dir)
+            # Said here: the test that happens to start them may have changed the environment.
+            environment = {DEVICE_VARIABLE: CPU}
+            pools[num_ranks] = RankPool(
+                num_ranks, private_network=private_network, log_dir=log_dir, environment=environment
+            )
         return pools[num_ranks]
 
     def close() -> None:
