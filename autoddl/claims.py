@@ -60,7 +60,7 @@ from autoddl.pipelines.joint.result import JointOptions, baseline_how
 from autoddl.search import METHODS, Status
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.executorcost import executor_note_start
-from autoddl.search.options import USABLE_MEMORY, base_workload, micro_batches
+from autoddl.search.options import base_workload, default_memory_limit, micro_batches, recomputations
 from autoddl.search.planner import Options
 from autoddl.search.sweep import NOT_BETTER, NOT_FITTING, is_offered
 
@@ -280,7 +280,7 @@ class _Claims:
         if joint_options.pipeline is None and stages[0].recompute == "stage":
             raise self.fault("stages: recompute is 'stage', which requires a plan with a pipeline")
         for stage in stages:
-            if joint_options.base.recompute is not None and joint_options.base.recompute != (stage.recompute != "none"):
+            if not _is_allowed(stage.recompute, joint_options.base.recompute):
                 recompute = show_json(joint_options.base.recompute)
                 raise self.fault(f"recompute is {recompute}, which differs from that of its stages", options.where)
         if not plan.evaluation.configuration.schedule.synchronous and not joint_options.allow_stale:
@@ -304,7 +304,7 @@ class _Claims:
         if requested != workload:
             raise self.fault(f"options ask for {requested}, its workload is {workload}")
         limit = self.options.memory_limit_bytes
-        self.check_field("memory_limit_bytes", USABLE_MEMORY * cluster.device.memory_bytes if limit is None else limit)
+        self.check_field("memory_limit_bytes", default_memory_limit(cluster) if limit is None else limit)
         self.check_field("options_hash", canonical_hash(self.fields.get("options")))
 
     # ---- Search space and candidates
@@ -344,18 +344,18 @@ class _Claims:
         if own in books:
             _check_in_space(self, books[own])
         self.check_field("space_size", sum(book.space_size(plan.workload.micro_batch) for book in books.values()))
-        # Settings of the search: micro-batches that every option set has an option for, with and without recomputation.
-        whole_workload = base_workload(plan.cluster, options, False)
+        # Settings of the search: micro-batches that every option set has an option for, with each way of recomputation.
+        whole_workload = base_workload(plan.cluster, options)
         missing = {
             (size, recompute)
-            for recompute in ((False, True) if options.recompute is None else (options.recompute,))
+            for recompute in recomputations(options, plan.graph)
             for size in micro_batches(whole_workload, options)
             if any(book.space_size(size) for book in books.values())
         }
         # Each setting is a candidate.
         chosen, lower_bound = (plan.workload.micro_batch, plan.workload.recompute), math.inf
         for entry in self.fields.objects("candidates"):
-            setting = (entry.integer("micro_batch", 1), entry.boolean("recompute"))
+            setting = (entry.integer("micro_batch", 1), entry.text("recompute"))
             if setting not in missing:
                 raise self.fault(f"micro_batch {setting[0]} occurs twice or is not one of the options'", entry.where)
             missing.remove(setting)
@@ -413,11 +413,11 @@ class _Claims:
 
     def _check_baseline(self, name: str, entry: Fields, members: Sequence[Baseline]) -> None:
         """Check that the figures of a baseline follow from its mesh, and that its cost is at least the plan's lower bound."""
-        mesh, size, recompute = entry.text("mesh"), entry.integer("micro_batch", 1), entry.boolean("recompute")
+        mesh, size, recompute = entry.text("mesh"), entry.integer("micro_batch", 1), entry.text("recompute")
         member = next((member for member in members if (member.name, member.mesh) == (name, mesh)), None)
         if member is None:
             raise self.fault(f"mesh {show_json(mesh)} is not a mesh of {name}", entry.where)
-        if self.options.micro_batch not in (None, size) or self.options.recompute not in (None, recompute):
+        if self.options.micro_batch not in (None, size) or not _is_allowed(recompute, self.options.recompute):
             raise self.fault("micro_batch or recompute is not what the options ask for", entry.where)
         workload = replace(self.plan.workload, micro_batch=size, recompute=recompute)
         try:
@@ -570,3 +570,10 @@ def _read_options(fields: Fields) -> JointOptions:
     allow_stale = fields.boolean("allow_stale")
     fields.finish()
     return JointOptions(Options(**values), pipeline, allow_stale)
+
+
+def _is_allowed(recompute: str, option: bool | str | None) -> bool:
+    """Whether the option ``recompute`` allows a way of recomputation."""
+    if option is None:
+        return True
+    return recompute == option if isinstance(option, str) else option == (recompute != "none")

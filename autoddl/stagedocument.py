@@ -31,7 +31,13 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators.registry import FAMILIES
-from autoddl.pipelines.joint.configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
+from autoddl.pipelines.joint.configuration import (
+    RECOMPUTATIONS,
+    Configuration,
+    PipelineSchedule,
+    StageChoice,
+    recomputed_inside,
+)
 from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
 from autoddl.pipelines.joint.meshes import Division, Meshes, StageMesh
 from autoddl.pipelines.joint.partition import ENTRY, Chain
@@ -154,8 +160,9 @@ def read_configuration(
         raise UserError(
             f"{where}: stages are {len(stages)} of {first_unit} units, should be {spec.num_stages} of {chain.num_units}"
         )
-    layer_by_layer = [stage.recompute == "layers" for stage in stages]
-    if (workload.recompute and not all(layer_by_layer)) or (layer_by_layer == [True] and not workload.recompute):
+    if {recomputed_inside(stage.recompute) for stage in stages} != {workload.recompute} and (
+        workload.recompute != "none" or len(stages) == 1
+    ):
         raise UserError(f"{where}: workload: recompute is {show_json(workload.recompute)}, its stages' is other")
     return Configuration(mesh, spec, workload, tuple(stages))
 

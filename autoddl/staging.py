@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.limits import MAX_TRAINING_PASSES
-from autoddl.pipelines.joint.configuration import NUM_PERIODS, PipelineSchedule
+from autoddl.pipelines.joint.configuration import NUM_PERIODS, PipelineSchedule, recomputed_inside
 from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
@@ -31,7 +31,7 @@ def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
     result = []
     for choice in plan.evaluation.configuration.stages:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
-        result.append(StagePlan(strategies, choice.recompute == "layers", choice.strategies.get(ENTRY)))
+        result.append(StagePlan(strategies, recomputed_inside(choice.recompute), choice.strategies.get(ENTRY)))
     return tuple(result)
 
 

@@ -14,7 +14,7 @@ from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph
 from .kinds.registry import kind_of
-from .layerwork import LayerWork, layer_work
+from .layerwork import LayerWork, layer_work, repeats_redistributions
 from .pricing import edge_steps
 from .strategy import Strategy, transposed
 from .workload import Workload
@@ -30,9 +30,11 @@ class LayerAssessment:
         layer, strategy: the layer and its strategy.
         work: steps, computation and memory of the layer for one micro-batch.
         arriving: forward steps that redistribute its inputs, for one micro-batch; the backward pass mirrors them.
+        repeated: the same steps if recomputation of a block repeats them in the backward pass, else none.
         forward_compute_s, backward_compute_s: seconds of local work per micro-batch.
         forward_communication_s, backward_communication_s: seconds per micro-batch.
         gradient_communication_s: seconds per training step.
+        update_s: seconds of the optimizer step, per training step.
         communication_s, compute_s: seconds per training step.
         sent_bytes: bytes that each device sends per training step.
     """
@@ -41,19 +43,21 @@ class LayerAssessment:
     strategy: Strategy
     work: LayerWork
     arriving: tuple[Step, ...]
+    repeated: tuple[Step, ...]
     forward_compute_s: float
     backward_compute_s: float
     forward_communication_s: float
     backward_communication_s: float
     gradient_communication_s: float
+    update_s: float
     communication_s: float
     compute_s: float
     sent_bytes: float
 
     @property
     def memory_bytes(self) -> float:
-        """State, and the activations of one micro-batch, on each device."""
-        return self.work.state_bytes + self.work.kept_bytes
+        """State, and the activations of one micro-batch and of one recomputed block, on each device."""
+        return self.work.state_bytes + self.work.kept_bytes + self.work.recomputed_bytes
 
     @property
     def forward_steps(self) -> tuple[Step, ...]:
@@ -63,7 +67,7 @@ class LayerAssessment:
     @property
     def backward_steps(self) -> tuple[Step, ...]:
         """All communication of one micro-batch's backward pass."""
-        return (*self.work.backward, *(step.adjoint() for step in reversed(self.arriving)))
+        return (*self.repeated, *self.work.backward, *(step.adjoint() for step in reversed(self.arriving)))
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,14 @@ def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: 
         if strategy is None:
             raise UserError(f"layer {layer.name!r} has no strategy")
         _check(graph, layer, cluster, workload, strategies)
-        work = layer_work(layer, strategy, workload, workload.micro_batch, not graph.inputs(layer.name))
+        work = layer_work(layer, strategy, workload, workload.micro_batch, graph.place(layer.name))
         arriving = tuple(
             step
             for producer in graph.inputs(layer.name)
             for step in edge_steps(graph[producer], strategies[producer], strategy, workload, workload.micro_batch)
         )
-        assessed.append(_assess_layer(layer, strategy, work, arriving, cluster, workload))
+        repeated = arriving if repeats_redistributions(workload, graph.place(layer.name)) else ()
+        assessed.append(_assess_layer(layer, strategy, work, (arriving, repeated), cluster, workload))
     return Assessment(tuple(assessed))
 
 
@@ -137,31 +142,33 @@ def _assess_layer(
     layer: Layer,
     strategy: Strategy,
     work: LayerWork,
-    arriving: tuple[Step, ...],
+    redistributions: tuple[tuple[Step, ...], tuple[Step, ...]],
     cluster: Cluster,
     workload: Workload,
 ) -> LayerAssessment:
-    works = work.forward_work, work.backward_work
-    forward_s, backward_s = (cluster.local_time(local, workload.precision) for local in works)
+    works = work.forward_work, work.backward_work, work.update_work
+    forward_s, backward_s, update_s = (cluster.local_time(local, workload.precision) for local in works)
+    arriving, repeated = redistributions
+    backward_steps = (*repeated, *work.backward, *(step.adjoint() for step in arriving))
     forward = sum(cluster.time(step) for step in (*arriving, *work.forward))
-    backward = sum(cluster.time(step) for step in (*work.backward, *(step.adjoint() for step in arriving)))
+    backward = sum(cluster.time(step) for step in backward_steps)
     gradient = sum(cluster.time(step) for step in work.gradient)
     num = workload.num_micro_batches
-    per_micro_batch = 2 * sum(s.sent_bytes for s in arriving) + sum(
-        s.sent_bytes for s in (*work.forward, *work.backward)
-    )
+    per_micro_batch = sum(s.sent_bytes for s in (*arriving, *work.forward, *backward_steps))
     return LayerAssessment(
         layer=layer,
         strategy=strategy,
         work=work,
         arriving=arriving,
+        repeated=repeated,
         forward_compute_s=forward_s,
         backward_compute_s=backward_s,
         forward_communication_s=forward,
         backward_communication_s=backward,
         gradient_communication_s=gradient,
+        update_s=update_s,
         communication_s=num * (forward + backward) + gradient,
-        compute_s=num * (forward_s + backward_s),
+        compute_s=num * (forward_s + backward_s) + update_s,
         sent_bytes=num * per_micro_batch + sum(step.sent_bytes for step in work.gradient),
     )
 

@@ -2,10 +2,12 @@
 
 **Compute.**  A local product of an (m x k) and a (k x n) matrix takes
 
-    t = launch + 2 m k n / (efficiency * peak) + (m k + k n + m n) * itemsize / memory_bandwidth
+    t = launch + (F + F0) / (efficiency * peak) + (m k + k n + m n) * itemsize / memory_bandwidth,     F = 2 m k n FLOPs
 
-so that its effective efficiency, 2mkn / (peak t), depends on its size: small and thin products reach a fraction of the peak.
-Element-wise work takes launch + bytes / memory_bandwidth.
+so that its speed depends on its size: the arithmetic of F FLOPs runs at the part efficiency * F / (F + F0) of the peak, and F0
+FLOPs are the size of a product at half speed.  So F0 / (efficiency * peak) is a fixed time per product (filling and draining the
+multiprocessors).  The products inside attention run at an efficiency of their own, and have no such term.  Element-wise work takes
+launch + bytes / memory_bandwidth.
 
 **Links.**  Each network level has a latency alpha and a bandwidth 1/beta *per device*, measured while all devices of a node
 communicate, since every step of a plan runs on all devices at once.  A bandwidth that is given per node (a shared network
@@ -37,7 +39,7 @@ from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
 from .limits import MAX_DEVICES, RANGES
 from .localwork import LocalWork, elementwise, matmul
-from .precision import PRECISIONS, precision_of
+from .precision import PRECISIONS, RATES, precision_of
 from .reading import is_whole, shown_path
 from .suggestions import did_you_mean
 from .units import to_si
@@ -128,9 +130,12 @@ class Device:
         name: of the device type.
         memory_bytes: capacity of the memory.
         memory_bandwidth: bytes/s.
-        peak_flops: FLOP/s per precision (``float32``, ``mixed``); the first entry is the default precision.
+        peak_flops: FLOP/s per rate (``float32``, ``mixed``, ``fp8``); the first entry is the default precision.
         efficiency: fraction of the peak that large matrix products reach.
         launch_s: seconds to launch one kernel.
+        core_efficiency: fraction of the peak that the products inside attention reach; None for ``efficiency``.
+        half_speed: per rate, the FLOPs of a product that reaches half of the efficiency; 0 for rates that are not named.
+        framework_bytes: memory that the framework itself occupies: context, communication buffers, fragmentation.
     """
 
     name: str
@@ -139,20 +144,47 @@ class Device:
     peak_flops: dict[str, float] = field(hash=False)
     efficiency: float
     launch_s: float
+    core_efficiency: float | None = None
+    half_speed: dict[str, float] = field(default_factory=dict, hash=False)
+    framework_bytes: float = 0.0
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of products in a precision.
+        """FLOP/s of the products of linear layers in a precision.
 
         Raises:
             UserError: the device has no speed for it.
         """
-        rate = precision_of(precision).rate
+        return self._peak_of(precision, precision_of(precision).rate)
+
+    def core_peak(self, precision: str) -> float:
+        """FLOP/s of the products inside attention in a precision.
+
+        Raises:
+            UserError: the device has no speed for it.
+        """
+        return self._peak_of(precision, precision_of(precision).core_rate)
+
+    def _peak_of(self, precision: str, rate: str) -> float:
         if rate not in self.peak_flops:
             known = [name for name, types in PRECISIONS.items() if types.rate in self.peak_flops]
             raise UserError(
                 f"precision {precision!r} is not defined for {self.name}, should be one of {', '.join(known)}"
             )
         return self.peak_flops[rate]
+
+    def arithmetic_s(self, work: LocalWork, precision: str) -> Any:
+        """Seconds of the arithmetic of products (formula: module docstring).
+
+        >>> device = load_cluster("v100-b").device
+        >>> device.arithmetic_s(LocalWork(flops=device.efficiency * device.peak("float32")), "float32")
+        1.0
+        """
+        flops = work.flops + work.products * self.half_speed.get(precision_of(precision).rate, 0.0)
+        seconds = flops / (self.efficiency * self.peak(precision))
+        if isinstance(work.core_flops, float) and not work.core_flops:  # the usual case: no attention
+            return seconds
+        efficiency = self.efficiency if self.core_efficiency is None else self.core_efficiency
+        return seconds + work.core_flops / (efficiency * self.core_peak(precision))
 
 
 @dataclass(frozen=True)
@@ -238,8 +270,11 @@ class Cluster:
     def local_times(self, work: LocalWork, precision: str) -> tuple[Any, Any, Any]:
         """Seconds of local work as (arithmetic, memory traffic, kernel launches)."""
         device = self.device
-        speed = device.efficiency * device.peak(precision)
-        return work.flops / speed, work.nbytes / device.memory_bandwidth, work.launches * device.launch_s
+        return (
+            device.arithmetic_s(work, precision),
+            work.nbytes / device.memory_bandwidth,
+            work.launches * device.launch_s,
+        )
 
     def matmul_time(self, m: float, k: float, n: float, precision: str, itemsize: int, count: float = 1) -> float:
         """Seconds of ``count`` local (m x k) by (k x n) products in one kernel (formula: module docstring)."""
@@ -262,6 +297,7 @@ class Cluster:
                     self.device.peak_flops,
                     self.device.efficiency,
                     self.device.launch_s,
+                    *_optional_figures(self.device),
                 ],
             }
         )
@@ -304,6 +340,12 @@ class Cluster:
 def excess(devices_per_node: int, cores_per_node: int | None) -> float:
     """Ranks per core in excess of one; 0 if devices are not ranks on cores (``cores_per_node`` is None)."""
     return 0.0 if cores_per_node is None else max(0.0, devices_per_node / cores_per_node - 1.0)
+
+
+def _optional_figures(device: Device) -> list[Any]:
+    """The figures of a device that a cluster file may leave out, if it has any: so files without them keep their hash."""
+    figures = [device.core_efficiency, device.half_speed, device.framework_bytes]
+    return figures if any(figures) else []
 
 
 def _hashed(link: Link) -> list[Any]:
@@ -409,10 +451,19 @@ def _device(fields: Fields, excess_: float) -> Device:
     slower = 1.0 + (excess_ * _quantity(fields, "crowding", "factor", "ratio") if "crowding" in fields else 0.0)
     peaks = fields.object("peak")
     peak_flops = {name: _quantity(peaks, name, "compute") for name in peaks.value}
-    if not peak_flops or set(peak_flops) - {"float32", "mixed"}:
+    if not peak_flops or set(peak_flops) - set(RATES):
         raise UserError(
-            f"{peaks.where}: names {shortened(str(sorted(peak_flops)))}, should name float32, mixed or both"
+            f"{peaks.where}: names {shortened(str(sorted(peak_flops)))}, should name one or more of {', '.join(RATES)}"
         )
+    half_speed: dict[str, float] = {}
+    if "half_speed" in fields:
+        half_speeds = fields.object("half_speed")
+        half_speed = {name: _quantity(half_speeds, name, "flops") for name in half_speeds.value}
+        if set(half_speed) - set(peak_flops):
+            raise UserError(
+                f"{half_speeds.where}: names {shortened(str(sorted(half_speed)))}, should name rates of peak: "
+                f"{', '.join(peak_flops)}"
+            )
     device = Device(
         name=fields.text("name"),
         memory_bytes=_quantity(fields, "memory", "size"),
@@ -420,6 +471,11 @@ def _device(fields: Fields, excess_: float) -> Device:
         peak_flops=peak_flops,
         efficiency=_quantity(fields, "efficiency", "ratio") / slower,
         launch_s=_quantity(fields, "launch", "time") * slower,
+        core_efficiency=(
+            _quantity(fields, "core_efficiency", "ratio") / slower if "core_efficiency" in fields else None
+        ),
+        half_speed=half_speed,
+        framework_bytes=_quantity(fields, "framework_memory", "size") if "framework_memory" in fields else 0.0,
     )
     fields.finish()
     return device

@@ -8,7 +8,7 @@ kind         attributes
 linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue)
 embedding    vocabulary, features: a lookup table
 position     positions, features: a table added to every sample
-attention    heads, kv_heads, head_dim, causal: softmax(q k^T) v on whole heads of whole sequences
+attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
@@ -32,14 +32,14 @@ from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
 from .kinds.builtin import BUILT_IN
 from .kinds.registry import kind_of
-from .layer import Layer, Parameter
+from .layer import Layer, Parameter, Place
 from .limits import MAX_DIMS, MAX_FLOPS, MAX_LAYERS, MAX_TENSOR
 from .writing import write_document
 
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Layer", "LayerGraph", "Parameter", "load_graph"]
+__all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph"]
 
 assert BUILT_IN  # the import registers the built-in kinds
 
@@ -87,6 +87,34 @@ class LayerGraph:
     def inputs(self, name: str) -> tuple[str, ...]:
         """The producers of a layer's inputs, in order; empty if the layer reads the data itself."""
         return self._inputs[name]
+
+    def place(self, name: str) -> Place:
+        """The place of a layer: what recomputation and the cost of the layer depend on besides the layer itself."""
+        return self._places[name]
+
+    @cached_property
+    def _places(self) -> dict[str, Place]:
+        # A block of one repetition is no repeated block: its layers would all be recomputed at once.
+        indices: dict[str, set[int]] = {}
+        for layer in self.layers:
+            if layer.block:
+                indices.setdefault(layer.block, set()).add(layer.block_index)
+        readers: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
+        for source, target in self.edges:
+            readers[source].append(target)
+        begun: set[tuple[str, int]] = set()
+        places = {}
+        for layer in self.layers:
+            key = (layer.block, layer.block_index)
+            feeds_loss = any(self[reader].is_loss for reader in readers[layer.name])
+            places[layer.name] = Place(
+                is_first=not self._inputs[layer.name],
+                is_recomputed=(bool(layer.block) if indices else not feeds_loss) and kind_of(layer.kind).is_recomputed,
+                begins_block=bool(layer.block) and key not in begun,
+                repetitions=len(indices.get(layer.block, ())),
+            )
+            begun.add(key)
+        return places
 
     @property
     def has_loss(self) -> bool:
@@ -275,7 +303,7 @@ def _validate_layer(layer: Layer) -> None:
     except UserError as error:
         raise UserError(f"layer {layer.name!r}: {error}") from None
     expected, given = set(kind.attributes), set(layer.attributes)
-    if expected != given:
+    if expected != given - kind.optional_attributes:
         raise UserError(
             f"layer {layer.name!r}: attributes of a {layer.kind} are {sorted(expected)}, not {shortened(str(sorted(given)))}"
         )

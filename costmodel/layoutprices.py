@@ -51,13 +51,15 @@ class LayoutPrices:
         sources: tuple[RowsAndFeatures, ...],
         targets: tuple[RowsAndFeatures, ...],
         workload: Workload,
+        is_repeated: bool = False,
     ) -> np.ndarray:
         """Seconds per training step, forward and backward, between every pair of layouts; inf without a route.
 
-        The arguments are those of :meth:`phases`; the result has shape (sources, targets).
+        The arguments are those of :meth:`phases`, and whether recomputation redistributes the tensor again; the result has shape
+        (sources, targets).
         """
         forward, backward = self.phases(tensor, sources, targets, workload)
-        return workload.num_micro_batches * (forward + backward)
+        return workload.num_micro_batches * (forward + backward + forward if is_repeated else forward + backward)
 
     def phases(
         self,

@@ -108,6 +108,7 @@ RANGES = {
     "size": (1.0, 1e18),
     "rate": (1.0, 1e18),
     "compute": (1.0, 1e24),
+    "flops": (0.0, 1e15),
     "ratio": (1e-6, 1.0),
     "factor": (0.0, 1e3),
     "slowness": (0.0, 1.0),

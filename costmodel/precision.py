@@ -6,6 +6,7 @@ precision     compute   master   communication  use
 float32       float32   float32  float32
 mixed         float16   float32  float16        GPUs with tensor cores; losses are scaled, so that small gradients are not zero
 bfloat16      bfloat16  float32  bfloat16       GPUs from compute capability 8.0; its range is that of float32
+fp8           bfloat16  float32  bfloat16       as bfloat16, but products of linear layers round their factors to 8 bits
 mixed-cpu     float32   float64  float32        stand-in for mixed on CPU ranks, which lack half-precision kernels
 bfloat16-cpu  float32   float64  float32        the same for bfloat16
 ============  ========  =======  =============  ============================================================================
@@ -22,7 +23,10 @@ from dataclasses import dataclass
 
 from .errors import UserError
 
-__all__ = ["PRECISIONS", "Precision", "precision_of"]
+__all__ = ["PRECISIONS", "RATES", "Precision", "precision_of"]
+
+#: The names under which clusters give the speed of products.
+RATES = ("float32", "mixed", "fp8")
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -34,7 +38,7 @@ class Precision:
     Attributes:
         name: of the precision.
         compute, master, communication: names of types.
-        rate: the precision in which clusters give the speed of products in the compute type.
+        rate: the name under which clusters give the speed of the products of linear layers.
         scales_losses: whether losses are scaled, since the compute type has a smaller range than the master type.
 
     >>> mixed = precision_of("mixed")
@@ -48,6 +52,11 @@ class Precision:
     communication: str
     rate: str
     scales_losses: bool = False
+
+    @property
+    def core_rate(self) -> str:
+        """The name under which clusters give the speed of the products inside attention, which are not rounded to 8 bits."""
+        return "mixed" if self.rate == "fp8" else self.rate
 
     @property
     def itemsize(self) -> int:
@@ -86,6 +95,7 @@ PRECISIONS = {
         Precision("float32", "float32", "float32", "float32", rate="float32"),
         Precision("mixed", "float16", "float32", "float16", rate="mixed", scales_losses=True),
         Precision("bfloat16", "bfloat16", "float32", "bfloat16", rate="mixed"),
+        Precision("fp8", "bfloat16", "float32", "bfloat16", rate="fp8"),
     )
 }
 #: What the precisions with masters run as on CPU ranks: the same casts, copies and messages, with wider types.

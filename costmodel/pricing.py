@@ -7,7 +7,7 @@ The cost of a variable is the sum over its layers; the redistributions between t
 **Affine prices.**  At a fixed strategy every cost is affine in the samples b of a micro-batch: fixed + b * slope (latencies and
 kernel launches; bytes and FLOPs).  With M micro-batches of b = batch / M samples, a step takes
 
-    M * fixed + batch * slope + once        (once: the weight gradient's all-reduce)
+    M * fixed + batch * slope + once        (once: the weight gradient's all-reduce, and the optimizer step)
 
 so one :class:`PriceBook` gives the table of any number of micro-batches; recomputation needs another book.
 
@@ -32,7 +32,7 @@ from .errors import UserError
 from .graph import Layer, LayerGraph
 from .graph_meshes import EAGER, is_executable
 from .kinds.registry import kind_of
-from .layerwork import layer_work
+from .layerwork import layer_work, repeats_redistributions
 from .layoutprices import LayoutPrices, communication_time
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
@@ -158,7 +158,7 @@ class PriceBook:
         first: dict[object, Layer] = {}
         for name in variable.layers:
             layer = self.graph[name]
-            key = (layer.signature(), not self.graph.inputs(name), name in variable.swapped)
+            key = (layer.signature(), self.graph.place(name), name in variable.swapped)
             counts[key] = counts.get(key, 0) + 1
             first.setdefault(key, layer)
         whole = (tuple(counts.items()), variable.option_set)
@@ -249,17 +249,19 @@ class PriceBook:
                     each.forward[0] + micro_batch * each.forward[1],
                     each.backward[0] + micro_batch * each.backward[1],
                     each.gradient,
+                    each.update,
                     each.state,
                     micro_batch * each.kept,
+                    micro_batch * each.recomputed,
                     (prices.buffer_fixed + micro_batch * prices.buffer_slope).max(axis=0),
                 )
                 shared[key] = self._narrow(variable.option_set, kept), tuple(column[kept] for column in of_one)
             option_sets.append(shared[key][0])
             columns.append(shared[key][1])
             variables.append(Variable(variable.name, variable.layers, option_sets[-1], variable.swapped))
-        forward, backward, gradient, state, kept_bytes, buffer = zip(*columns)
         edges = self._phase_edges(option_sets, workload)
-        return Phases(tuple(variables), forward, backward, gradient, state, kept_bytes, buffer, edges)
+        names = ("forward", "backward", "gradient", "update", "state", "kept", "recomputed", "buffer")
+        return Phases(tuple(variables), edges=edges, **dict(zip(names, zip(*columns))))
 
     def coefficients(self, objective: Objective = "step") -> tuple[Coefficients, ...]:
         """For each variable, the coefficients of its options' costs as functions of the number of samples."""
@@ -274,12 +276,12 @@ class PriceBook:
             key = (tensors, option_sets[i], option_sets[j])
             if key not in known:
                 (sources, rows), (targets, cols) = option_sets[i].layouts, option_sets[j].layouts
-                forward, backward = (
-                    sum(
-                        count * self._moves.phases(tensor, sources, targets, workload)[way] for tensor, count in tensors
-                    )
-                    for way in (0, 1)
-                )
+                ways = [
+                    (count, repeated, self._moves.phases((features, elements), sources, targets, workload))
+                    for (features, elements, repeated), count in tensors
+                ]
+                forward = sum(count * there for count, _, (there, _) in ways)
+                backward = sum(count * (back + there if again else back) for count, again, (there, back) in ways)
                 known[key] = ClassCosts(np.asarray(forward), rows, cols), ClassCosts(np.asarray(backward), rows, cols)
             edges.append(PhaseEdge(i, j, *known[key]))
         return tuple(edges)
@@ -331,17 +333,20 @@ class PriceBook:
     # ------------------------------------------------------------------------------------------------------------- edges
 
     @cached_property
-    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], int], ...]]:
-        """For each ordered pair of variables, their edges' tensors (features, elements per sample) and the count of each.
+    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int, bool], int], ...]]:
+        """For each ordered pair of variables, their edges' tensors and the count of each.
+
+        A tensor is (features, elements per sample, whether recomputation redistributes it again).
 
         Edges inside one variable cost nothing: both ends have the same layout (a transposed strategy has the same p0).
         """
         owner = {name: i for i, variable in enumerate(self.variables) for name in variable.layers}
-        edges: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
+        edges: dict[tuple[int, int], Counter[tuple[int, int, bool]]] = {}
         for source, target in self.graph.edges:
             if owner[source] != owner[target]:
                 layer = self.graph[source]
-                tensor = (edge_shape(layer, 1)[1], layer.output_elements)
+                is_repeated = repeats_redistributions(self.workload, self.graph.place(target))
+                tensor = (edge_shape(layer, 1)[1], layer.output_elements, is_repeated)
                 edges.setdefault((owner[source], owner[target]), Counter())[tensor] += 1
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 
@@ -353,7 +358,8 @@ class PriceBook:
             if key not in known:
                 (sources, rows), (targets, cols) = columns[i].option_set.layouts, columns[j].option_set.layouts
                 between = sum(
-                    count * self._moves.costs(tensor, sources, targets, workload) for tensor, count in tensors
+                    count * self._moves.costs((features, elements), sources, targets, workload, is_repeated)
+                    for (features, elements, is_repeated), count in tensors
                 )
                 known[key] = ClassCosts(np.asarray(between), rows, cols)
             edges.append(Edge(i, j, known[key]))
@@ -454,16 +460,20 @@ class _Prices:
         times: (fixed, slope) in seconds per micro-batch of forward communication, backward communication, forward compute and
             backward compute; shape (8, options).
         gradient: seconds per training step of the gradients' all-reduce, shape (options,).
+        update: seconds per training step of the optimizer step, shape (options,).
         state_bytes: bytes of parameters, gradients and optimizer states, shape (options,).
         kept_bytes: kept bytes per sample, shape (options,).
+        recomputed_bytes: bytes per sample that exist while a block is recomputed, shape (options,).
         buffer_fixed, buffer_slope: buffer bytes, shape (different layers, options).  Each layer has a row, since the maximum of
             affine functions is not affine.
     """
 
     times: np.ndarray
     gradient: np.ndarray
+    update: np.ndarray
     state_bytes: np.ndarray
     kept_bytes: np.ndarray
+    recomputed_bytes: np.ndarray
     buffer_fixed: np.ndarray
     buffer_slope: np.ndarray
 
@@ -472,8 +482,10 @@ class _Prices:
         return _Prices(
             self.times * count,
             self.gradient * count,
+            self.update * count,
             self.state_bytes * count,
             self.kept_bytes * count,
+            self.recomputed_bytes * count,
             self.buffer_fixed,
             self.buffer_slope,
         )
@@ -483,8 +495,10 @@ class _Prices:
         return _Prices(
             self.times + other.times,
             self.gradient + other.gradient,
+            self.update + other.update,
             self.state_bytes + other.state_bytes,
             self.kept_bytes + other.kept_bytes,
+            self.recomputed_bytes + other.recomputed_bytes,
             np.concatenate((self.buffer_fixed, other.buffer_fixed)),
             np.concatenate((self.buffer_slope, other.buffer_slope)),
         )
@@ -493,18 +507,23 @@ class _Prices:
         """Seconds per training step, shape (options,)."""
         rows = np.split(self.times, 2)[: 1 if objective == "communication" else 2]
         each = sum(num_micro_batches * (fixed + more) + batch * (slope + steep) for fixed, slope, more, steep in rows)
-        return np.asarray(each + self.gradient)
+        once = self.gradient if objective == "communication" else self.gradient + self.update
+        return np.asarray(each + once)
 
     def coefficients(self, option_set: OptionSet, objective: Objective) -> Coefficients:
         """The costs as functions of the samples of a micro-batch."""
         forward, backward = self.times[0:2], self.times[2:4]
-        if objective != "communication":
+        update = self.update
+        if objective == "communication":
+            update = np.zeros_like(update)
+        else:
             forward, backward = forward + self.times[4:6], backward + self.times[6:8]
-        return Coefficients(option_set, forward, backward, self.gradient, self.state_bytes, self.kept_bytes)
+        memory = self.state_bytes, self.kept_bytes, self.recomputed_bytes
+        return Coefficients(option_set, forward, backward, self.gradient, update, *memory)
 
     def memory(self, micro_batch: int) -> np.ndarray:
         """Resident bytes, shape (options,)."""
-        return np.ceil(self.state_bytes + micro_batch * self.kept_bytes)
+        return np.ceil(self.state_bytes + micro_batch * (self.kept_bytes + self.recomputed_bytes))
 
     def buffer(self, micro_batch: int) -> np.ndarray:
         """Bytes of the largest buffer of any layer, shape (options,)."""
@@ -512,16 +531,16 @@ class _Prices:
 
 
 def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
-    cluster, is_first = book.cluster, not book.graph.inputs(layer.name)
+    cluster, place, precision = book.cluster, book.graph.place(layer.name), book.workload.precision
     strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
-    columns = np.zeros((13, len(strategies)))
+    columns = np.zeros((15, len(strategies)))
     for group in group_strategies(strategies, cluster.size_dependent_levels):
-        work = layer_work(layer, group, book.workload, VARIABLE, is_first)
+        work = layer_work(layer, group, book.workload, VARIABLE, place)
         times = (
             communication_time(cluster, work.forward),
             communication_time(cluster, work.backward),
-            cluster.local_time(work.forward_work, book.workload.precision),
-            cluster.local_time(work.backward_work, book.workload.precision),
+            cluster.local_time(work.forward_work, precision),
+            cluster.local_time(work.backward_work, precision),
         )
         for row, seconds in enumerate(times):
             columns[2 * row, group.indices], columns[2 * row + 1, group.indices] = parts_of(seconds)
@@ -529,11 +548,15 @@ def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
         columns[9, group.indices] = work.state_bytes
         columns[10, group.indices] = parts_of(work.kept_bytes)[1]
         columns[11, group.indices], columns[12, group.indices] = parts_of(work.buffer_bytes)
+        columns[13, group.indices] = cluster.local_time(work.update_work, precision)
+        columns[14, group.indices] = parts_of(work.recomputed_bytes)[1]
     return _Prices(
         times=columns[:8],
         gradient=columns[8],
+        update=columns[13],
         state_bytes=columns[9],
         kept_bytes=columns[10],
+        recomputed_bytes=columns[14],
         buffer_fixed=columns[11:12],
         buffer_slope=columns[12:13],
     )

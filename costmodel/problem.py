@@ -159,16 +159,20 @@ class Coefficients:
         option_set: the options.
         forward, backward: seconds per micro-batch: fixed part and slope per sample, shape (2, options).
         gradient: seconds per training step of the gradients' all-reduce, shape (options,).
+        update: seconds per training step of the optimizer step, shape (options,).
         state: bytes of parameters, gradients and optimizer states, shape (options,).
         kept: kept bytes per sample, shape (options,).
+        recomputed: bytes per sample that exist while a block is recomputed, shape (options,).
     """
 
     option_set: OptionSet
     forward: np.ndarray
     backward: np.ndarray
     gradient: np.ndarray
+    update: np.ndarray
     state: np.ndarray
     kept: np.ndarray
+    recomputed: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +200,10 @@ class Phases:
         variables: the variables, with their options.
         forward, backward: seconds per micro-batch.
         gradient: seconds per training step of the gradients' all-reduce.
+        update: seconds per training step of the optimizer step.
         state: bytes of parameters, gradients and optimizer states.
         kept: bytes kept from the forward to the backward pass of one micro-batch.
+        recomputed: bytes that exist while a block is recomputed.
         buffer: bytes that exist only while a layer runs.
         edges: redistributions between variables.
     """
@@ -206,7 +212,9 @@ class Phases:
     forward: tuple[np.ndarray, ...]
     backward: tuple[np.ndarray, ...]
     gradient: tuple[np.ndarray, ...]
+    update: tuple[np.ndarray, ...]
     state: tuple[np.ndarray, ...]
     kept: tuple[np.ndarray, ...]
+    recomputed: tuple[np.ndarray, ...]
     buffer: tuple[np.ndarray, ...]
     edges: tuple[PhaseEdge, ...]

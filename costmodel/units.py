@@ -38,13 +38,14 @@ _FACTORS: dict[str, dict[str, float]] = {
         **{f"{prefix}b/s": factor / 8 for prefix, factor in _PREFIXES.items()},
     },
     "compute": {f"{prefix}FLOP/s": factor for prefix, factor in _PREFIXES.items()},
+    "flops": {f"{prefix}FLOP": factor for prefix, factor in _PREFIXES.items()},
     "ratio": {"1": 1.0},
     "slowness": {"s/B": 1.0, "ms/B": 1e-3, "us/B": 1e-6, "ns/B": 1e-9, "ps/B": 1e-12},
 }
 
 
 def to_si(value: float, unit: str, quantity: str, what: str) -> float:
-    """Convert ``value`` to the SI unit of ``quantity`` (time, size, rate, compute, ratio or slowness).
+    """Convert ``value`` to the SI unit of ``quantity`` (time, size, rate, compute, flops, ratio or slowness).
 
     Raises:
         UserError: ``unit`` is not a unit of the quantity; ``what`` names the number in the message.

@@ -1,4 +1,4 @@
-"""The workload of a training step: batch, micro-batch, precision, optimizer, recomputation.
+"""The workload of a training step: batch, micro-batch, precision, optimizer, and what is kept from pass to pass.
 
 Bytes per trained element (parameter + gradient + optimizer states):
 
@@ -6,16 +6,22 @@ Bytes per trained element (parameter + gradient + optimizer states):
 precision        parameter  gradient  master copy  states
 ===============  =========  ========  ===========  ===========================
 float32          4          4         -            sgd 0, momentum 4, adam 8
-mixed, bfloat16  2          2         4            sgd 0, momentum 4, adam 8
+half precision   2          2         4            sgd 0, momentum 4, adam 8
 *-cpu            4          4         8            sgd 0, momentum 8, adam 16
 ===============  =========  ========  ===========  ===========================
 
-So Adam needs 16 bytes per parameter in every precision for GPUs.  The types are those of :mod:`autoddl.costmodel.precision`.
+So Adam needs 16 bytes per parameter in every precision for GPUs.  The types are those of :mod:`autoddl.costmodel.precision`; half
+precision is mixed, bfloat16 or fp8.  With ``gradients="master"`` a gradient has the bytes of the master type (Megatron-LM: 18 bytes
+per parameter).  With ``zero=1`` the states and the master copy are divided among the p0 devices that hold the parameter.
+
+**Optimizer step.**  It reads the gradient, reads and writes the master copy and the states, and writes the parameter.  With Adam in
+half precision, these are 2 + 2 (4 + 8) + 2 = 28 bytes per parameter.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from .documents import Fields
@@ -24,10 +30,28 @@ from .limits import MAX_BATCH
 from .nearest import divisors, nearest_that_work
 from .precision import Precision, precision_of
 
-__all__ = ["OPTIMIZERS", "Workload"]
+__all__ = ["ACTIVATIONS", "ATTENTIONS", "GRADIENTS", "OPTIMIZERS", "RECOMPUTATIONS", "Workload"]
 
 #: Number of states, of the master type, that each optimizer has per trained element.
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
+
+#: What the backward pass recomputes.  ``none`` keeps everything.  ``selective`` computes the core of attention again, from its
+#: input. ``layers`` keeps the evenly split input of every layer, and repeats the layer's forward pass before its backward pass.
+#: ``blocks`` keeps the input of every repeated block, and repeats the block's forward pass; layers outside of the blocks
+#: (embedding, head, loss) are not recomputed.
+RECOMPUTATIONS = ("none", "selective", "layers", "blocks")
+
+#: How attention is computed.  ``fused`` kernels compute the scores piece by piece, skip those that a causal mask discards, and keep
+#: none of them.  ``dense`` products compute all scores and keep the probabilities for the backward pass.
+ATTENTIONS = ("fused", "dense")
+
+#: The type of gradients that are accumulated over micro-batches and summed over devices.
+GRADIENTS = ("compute", "master")
+
+#: How activations lie on devices that split a layer.  ``kept``: they are split between layers, and inputs that were gathered
+#: are kept for the backward pass.  ``regathered``: gathered inputs are not kept but gathered again (Megatron-LM's sequence
+#: parallelism). ``copied``: every device has all features between layers (Megatron-LM without sequence parallelism).
+ACTIVATIONS = ("kept", "regathered", "copied")
 
 
 @dataclass(frozen=True)
@@ -38,10 +62,13 @@ class Workload:
         batch: samples per step, over all devices.
         micro_batch: samples per forward and backward pass, over all devices; gradients accumulate over
             ``batch / micro_batch`` passes.
-        precision: ``float32``, ``mixed`` or ``bfloat16``; on CPU ranks also their stand-ins.
+        precision: ``float32``, ``mixed``, ``bfloat16`` or ``fp8``; on CPU ranks also their stand-ins.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
-        recompute: whether to keep only the evenly split input of every layer, and to repeat its forward pass before its
-            backward pass.
+        recompute: one of :data:`RECOMPUTATIONS`.
+        attention: one of :data:`ATTENTIONS`.
+        gradients: one of :data:`GRADIENTS`.
+        zero: 1 if optimizer states are divided among the devices that hold the same parameters (ZeRO, stage 1), else 0.
+        activations: one of :data:`ACTIVATIONS`.
 
     Raises:
         UserError: a value is out of range, or the micro-batch does not divide the batch.
@@ -55,7 +82,11 @@ class Workload:
     micro_batch: int
     precision: str = "float32"
     optimizer: str = "adam"
-    recompute: bool = False
+    recompute: str = "none"
+    attention: str = "fused"
+    gradients: str = "compute"
+    zero: int = 0
+    activations: str = "kept"
 
     def __post_init__(self) -> None:
         for name, value in (("batch", self.batch), ("micro-batch", self.micro_batch)):
@@ -67,8 +98,10 @@ class Workload:
             nearest = nearest_that_work("micro-batch", self.micro_batch, divisors(self.batch))
             raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}; {nearest}")
         precision_of(self.precision)
-        if self.optimizer not in OPTIMIZERS:
-            raise UserError(f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+        for name, known in _WORDS.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise UserError(f"{name} {value!r} is not one of {', '.join(map(str, known))}")
 
     @property
     def num_micro_batches(self) -> int:
@@ -82,8 +115,13 @@ class Workload:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one activation, weight or gradient element."""
+        """Bytes of one activation or weight element."""
         return self.types.itemsize
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of one element of a gradient that is accumulated and summed over devices."""
+        return self.types.master_itemsize if self.gradients == "master" else self.types.communication_itemsize
 
     @property
     def optimizer_bytes_per_parameter(self) -> int:
@@ -93,11 +131,27 @@ class Workload:
     @property
     def bytes_per_parameter(self) -> int:
         """Bytes per trained element: parameter, gradient, master copy and optimizer states (table: module docstring)."""
-        return 2 * self.itemsize + self.optimizer_bytes_per_parameter
+        return self.itemsize + self.gradient_itemsize + self.optimizer_bytes_per_parameter
+
+    @property
+    def update_bytes_per_parameter(self) -> int:
+        """Bytes per trained element that the optimizer step reads and writes (module docstring).
+
+        >>> Workload(1, 1, "mixed").update_bytes_per_parameter
+        28
+        """
+        states = OPTIMIZERS[self.optimizer] + 1  # with the parameter that the optimizer updates
+        copy = self.itemsize if self.types.has_masters else 0
+        return self.gradient_itemsize + 2 * states * self.types.master_itemsize + copy
 
     def document(self) -> dict[str, Any]:
-        """The workload as a JSON object."""
-        return asdict(self)
+        """The workload as a JSON object; words that are the default are left out."""
+        document = asdict(self)
+        return {
+            field.name: document[field.name]
+            for field in dataclass_fields(self)
+            if field.name not in _OPTIONAL or document[field.name] != field.default
+        }
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Workload:
@@ -107,10 +161,24 @@ class Workload:
             UserError: a field is missing, unknown or out of range.
         """
         batch, micro_batch = fields.integer("batch", 1), fields.integer("micro_batch", 1)
-        precision, optimizer = fields.text("precision"), fields.text("optimizer")
-        recompute = fields.boolean("recompute")
+        words = {name: fields.text(name) for name in ("precision", "optimizer", "recompute")}
+        words.update({name: fields.text(name) for name in ("attention", "gradients", "activations") if name in fields})
+        zero = fields.integer("zero", 0) if "zero" in fields else 0
         fields.finish()
         try:
-            return cls(batch, micro_batch, precision, optimizer, recompute)
+            return cls(batch, micro_batch, zero=zero, **words)
         except UserError as error:
             raise UserError(f"{fields.where}: {error}") from None
+
+
+#: The values that are allowed for each attribute.
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "optimizer": tuple(OPTIMIZERS),
+    "recompute": RECOMPUTATIONS,
+    "attention": ATTENTIONS,
+    "gradients": GRADIENTS,
+    "zero": (0, 1),
+    "activations": ACTIVATIONS,
+}
+#: Attributes that documents leave out if they have the default.
+_OPTIONAL = ("attention", "gradients", "zero", "activations")

@@ -2,8 +2,8 @@
 
 The simulator (:mod:`.simulator`) computes the longest path of a directed acyclic graph that depends only on the schedule. Its
 nodes are tasks, transfers and all-reduces. A node begins when its last predecessor has ended and takes a multiple of one of the
-*terms*: forward, backward, recomputation and all-reduce of a stage, forward and backward transfer over a boundary. So the step
-time is
+*terms*: forward, backward, recomputation and all-reduce of a stage, forward and backward transfer over a boundary. The all-reduce
+of a stage includes its optimizer step, also if there is nothing to reduce. So the step time is
 
     step(t) = max over paths P of  sum over terms k of  n(P, k) t(k)                                                          (1)
 
@@ -175,9 +175,13 @@ class _Builder:
                     stream = group
                     self.node_of.append(group)
                 elif kind == Kind.UPDATE:
-                    node = self._add_node(terms.count, 0.0)
+                    is_reduced = (stage, micro_batch) in self.all_reduces
+                    # The term of the all-reduce includes the optimizer step, which follows it.
+                    node = self._add_node(
+                        terms.count if is_reduced else terms.all_reduce.start + stage, float(not is_reduced)
+                    )
                     self.predecessors[node] += [previous] * (previous != NONE)
-                    if (stage, micro_batch) in self.all_reduces:
+                    if is_reduced:
                         self.predecessors[node].append(self.all_reduces[stage, micro_batch])
                     previous = node
                     self.node_of.append(node)

@@ -7,19 +7,31 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.workload import Workload
+from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
 
 from . import METHODS
 
-__all__ = ["DEFAULT_TIME_LIMIT_S", "USABLE_MEMORY", "Options", "base_workload", "memory_limit_of", "micro_batches"]
+__all__ = [
+    "DEFAULT_TIME_LIMIT_S",
+    "USABLE_MEMORY",
+    "Options",
+    "base_workload",
+    "default_memory_limit",
+    "memory_limit_of",
+    "micro_batches",
+    "recomputations",
+]
 
 #: Samples per device and step if no batch is given.
 DEFAULT_BATCH_PER_DEVICE = 8
 #: Time limit [s] of one search if none is given: a result with a gap is better than none.
 DEFAULT_TIME_LIMIT_S = 20.0
-#: The fraction of a device's memory that a plan may fill if no limit is given.
+#: The fraction of a device's memory that a plan may fill if no limit is given, and the cluster does not say what the framework
+#: needs.
 USABLE_MEMORY = 0.9
 
 
@@ -32,11 +44,12 @@ class Options:
         micro_batch: samples per pass over all devices; None to choose it.
         method: the search, one of ``autoddl.search.METHODS``.
         objective: ``step`` or ``communication``.
-        memory_limit_bytes: per device; None for 9/10 of the device's memory, which leaves the rest to the framework, workspaces of
-            kernels and fragmentation.
+        memory_limit_bytes: per device; None for :func:`default_memory_limit`.
         precision: of the training; None for the default of the cluster's device.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
-        recompute: whether to recompute activations; None to choose it.
+        recompute: what to recompute (:data:`autoddl.costmodel.workload.RECOMPUTATIONS`); True for any recomputation, False for
+            none, None to choose it.
+        attention, gradients, zero, activations: as in :class:`autoddl.costmodel.workload.Workload`.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
         executor: what executes the plan, one of ``autoddl.costmodel.graph_meshes.EXECUTORS``.
@@ -53,7 +66,11 @@ class Options:
     memory_limit_bytes: float | None = None
     precision: str | None = None
     optimizer: str = "adam"
-    recompute: bool | None = None
+    recompute: bool | str | None = None
+    attention: str = "fused"
+    gradients: str = "compute"
+    zero: int = 0
+    activations: str = "kept"
     untied: bool = False
     summa: bool = True
     executor: str = EAGER
@@ -62,6 +79,17 @@ class Options:
     evaluations: int | None = None
     time_limit_s: float | None = None
     quiet: bool = True
+
+
+def default_memory_limit(cluster: Cluster) -> float:
+    """The memory [bytes per device] that a plan may fill if the user gives no limit.
+
+    It is the memory of the device without what the framework occupies, if the cluster names that; otherwise 9/10 of it.
+    """
+    device = cluster.device
+    return (
+        device.memory_bytes - device.framework_bytes if device.framework_bytes else USABLE_MEMORY * device.memory_bytes
+    )
 
 
 def memory_limit_of(cluster: Cluster, options: Options) -> float:
@@ -74,9 +102,7 @@ def memory_limit_of(cluster: Cluster, options: Options) -> float:
         raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
     if options.executor not in EXECUTORS:
         raise UserError(f"executor {options.executor!r} is not one of {', '.join(EXECUTORS)}")
-    limit = options.memory_limit_bytes
-    if limit is None:
-        limit = USABLE_MEMORY * cluster.device.memory_bytes
+    limit = default_memory_limit(cluster) if options.memory_limit_bytes is None else options.memory_limit_bytes
     if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
         raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
     if options.temperature_s is not None and options.method != "metropolis-hastings":
@@ -92,11 +118,41 @@ def memory_limit_of(cluster: Cluster, options: Options) -> float:
     return limit
 
 
-def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Workload:
+def recomputations(options: Options, graph: LayerGraph) -> tuple[str, ...]:
+    """The ways of recomputation that the options allow and that make a difference for a model, the fastest first.
+
+    Fused attention keeps too little for selective recomputation to save any of it.  Recomputation of blocks needs repeated blocks;
+    its memory is that of one block, so equal layers of all blocks have to share a choice.
+    """
+    if isinstance(options.recompute, str):
+        if options.recompute not in RECOMPUTATIONS:
+            raise UserError(f"recompute {options.recompute!r} is not one of {', '.join(RECOMPUTATIONS)}")
+        return (options.recompute,)
+    useless = set()
+    if options.attention == "fused" or not any(kind_of(layer.kind).is_selected for layer in graph.layers):
+        useless.add("selective")
+    if options.untied or not any(layer.block for layer in graph.layers):
+        useless.add("blocks")
+    if options.recompute is not None:
+        useless.update(RECOMPUTATIONS[:1] if options.recompute else RECOMPUTATIONS[1:])
+    return tuple(name for name in RECOMPUTATIONS if name not in useless)
+
+
+def base_workload(cluster: Cluster, options: Options, recompute: str = "none") -> Workload:
     """The workload of the options, with the whole batch as one micro-batch."""
     batch = DEFAULT_BATCH_PER_DEVICE * cluster.num_devices if options.batch is None else options.batch
     precision = options.precision or cluster.default_precision
-    return Workload(batch, batch, precision, options.optimizer, recompute)
+    return Workload(
+        batch,
+        batch,
+        precision,
+        options.optimizer,
+        recompute,
+        options.attention,
+        options.gradients,
+        options.zero,
+        options.activations,
+    )
 
 
 def micro_batches(workload: Workload, options: Options) -> list[int]:

@@ -247,7 +247,7 @@ def _best_of_families(
 
 def _joined_candidates(sweeps: Sequence[Sweep]) -> tuple[Candidate, ...]:
     """The settings of all sweeps: of each setting the cheapest plan, or the bound of a family in which it was not searched."""
-    by_setting: dict[tuple[int, bool], list[Candidate]] = {}
+    by_setting: dict[tuple[int, str], list[Candidate]] = {}
     for candidate in (one for sweep in sweeps for one in sweep.candidates):
         by_setting.setdefault((candidate.micro_batch, candidate.recompute), []).append(candidate)
     joined = []

@@ -15,6 +15,7 @@ A bound of one setting may hold for another one, because more micro-batches and 
 
     cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
 
+where each way of recomputation repeats at least as much as the one before it (none, selective, layers, blocks),
 and a micro-batch that divides another one allows a subset of its strategies (4 does not divide 6: p0 = 4 is possible for 4
 samples, not for 6).  So without the memory limit, the optimum does not decrease from a micro-batch to its divisors, or with
 recomputation.  The first does not hold if a redistribution may become cheaper with smaller micro-batches
@@ -42,11 +43,11 @@ from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_memory_limit
-from autoddl.costmodel.workload import Workload
+from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
 
 from . import Bracket, Result, Status, bracket, progress_bar, separable_bound, separable_memory, smallest_memory, solve
 from .comparison import BaselineFigures
-from .options import DEFAULT_TIME_LIMIT_S, Options, base_workload, micro_batches
+from .options import DEFAULT_TIME_LIMIT_S, Options, base_workload, micro_batches, recomputations
 
 __all__ = [
     "NOT_BETTER",
@@ -79,7 +80,7 @@ class Candidate:
     """
 
     micro_batch: int
-    recompute: bool
+    recompute: str
     outcome: str
     cost: float
     lower_bound: float
@@ -143,7 +144,7 @@ class _KnownPlan:
     name: str = ""
 
     @property
-    def setting(self) -> tuple[int, bool]:
+    def setting(self) -> tuple[int, str]:
         return self.workload.micro_batch, self.workload.recompute
 
 
@@ -208,7 +209,7 @@ class PriceBooks:
         Raises:
             UserError: an option is out of range.
         """
-        for recompute in (False, True) if options.recompute is None else (options.recompute,):
+        for recompute in recomputations(options, self.graph):
             workload = base_workload(self.cluster, options, recompute)
             book = self.book(workload, untied, executor)
             for micro_batch in micro_batches(workload, options):
@@ -273,7 +274,7 @@ class Sweep:
         # Cutoff: a plan of about this cost exists, so only cheaper ones are searched.
         self.cutoff = math.inf if self.known_plan is None else _just_above(self.known_plan.cost)
         # Lower bounds without the memory limit, by setting.
-        self.free: dict[tuple[int, bool], float] = {}
+        self.free: dict[tuple[int, str], float] = {}
         self.candidates: list[Candidate] = []
         self.best: BestPlan | None = None
         self.evaluations = 0
@@ -394,7 +395,7 @@ class Sweep:
             (
                 free
                 for (micro_batch, recompute), free in self.free.items()
-                if recompute <= workload.recompute
+                if RECOMPUTATIONS.index(recompute) <= RECOMPUTATIONS.index(workload.recompute)
                 and (micro_batch == workload.micro_batch or (is_growing and micro_batch % workload.micro_batch == 0))
             ),
             default=-math.inf,

@@ -121,11 +121,14 @@ def _cost_of(
     objective: str,
 ) -> Any:
     """Cost of one layer per training step [s], without redistributions; for a group of strategies an array."""
-    work = layer_work(graph[name], strategy, workload, workload.micro_batch, not graph.inputs(name))
+    work = layer_work(graph[name], strategy, workload, workload.micro_batch, graph.place(name))
     communication = sum(cluster.time(step) for step in (*work.forward, *work.backward))
-    works = () if objective == "communication" else (work.forward_work, work.backward_work)
-    per_micro_batch = sum((cluster.local_time(local, workload.precision) for local in works), communication)
-    return workload.num_micro_batches * per_micro_batch + sum(cluster.time(step) for step in work.gradient)
+    per_step = sum(cluster.time(step) for step in work.gradient)
+    if objective != "communication":
+        works = work.forward_work, work.backward_work
+        communication = sum((cluster.local_time(local, workload.precision) for local in works), communication)
+        per_step = per_step + cluster.local_time(work.update_work, workload.precision)
+    return workload.num_micro_batches * communication + per_step
 
 
 def _offered(
@@ -143,7 +146,7 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
     known: dict[object, float] = {}
     total = 0.0
     for layer in graph.layers:
-        key = (layer.signature(), not graph.inputs(layer.name))
+        key = (layer.signature(), graph.place(layer.name))
         if key not in known:
             offered = _offered(graph, cluster, workload, layer.name, claim, claim.summa)
             known[key] = min(

@@ -36,10 +36,17 @@ class PlanningOptions(TypedDict, total=False):
             default those of the model.
         batch: Samples per training step over all devices; by default 8 per device.
         micro_batch: Samples per forward pass over all devices (of a stage, with a pipeline); by default chosen by the search.
-        precision: ``float32``, ``mixed`` or ``bfloat16``; by default the usual precision of the device.
+        precision: ``float32``, ``mixed``, ``bfloat16`` or ``fp8``; by default the usual precision of the device.
         optimizer: ``adam``, ``momentum`` or ``sgd``.
-        recompute: Whether to recompute activations in the backward pass; None lets the search choose.
-        memory_limit_bytes: Memory limit per device; by default 9/10 of the device's memory.
+        recompute: What to recompute in the backward pass: ``none``, ``selective`` (dense attention), ``layers`` (each layer
+            keeps its input) or ``blocks`` (each repeated block keeps its input).  True for any of them, False for none; None
+            lets the search choose.
+        attention: ``fused`` (no scores are kept, masked ones are skipped) or ``dense``.
+        gradients: Type of gradients that are accumulated and summed over devices: ``compute`` or ``master`` (float32).
+        zero: 1 to divide optimizer states among the devices that hold the same parameters.
+        activations: Between layers: ``kept`` (split, and gathered inputs are kept for the backward pass), ``regathered`` (gathered
+            again) or ``copied`` (every device has all features).
+        memory_limit_bytes: Memory limit per device; by default the device's memory without the framework's share.
         objective: The time to minimize: ``step`` (the whole training step) or ``communication``.
         untied: Choose a strategy for every repetition of a block separately, instead of one strategy for all repetitions.
         summa: Offer Summa meshes to linear layers.
@@ -65,7 +72,11 @@ class PlanningOptions(TypedDict, total=False):
     micro_batch: int | None
     precision: str | None
     optimizer: str
-    recompute: bool | None
+    recompute: bool | str | None
+    attention: str
+    gradients: str
+    zero: int
+    activations: str
     memory_limit_bytes: float | None
     objective: str
     untied: bool

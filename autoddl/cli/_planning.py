@@ -14,7 +14,7 @@ from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.precision import PRECISIONS
 from autoddl.costmodel.reading import parse_figure
 from autoddl.costmodel.units import to_si
-from autoddl.costmodel.workload import OPTIMIZERS
+from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS, RECOMPUTATIONS
 from autoddl.search import METHODS
 
 from ..api import inputs
@@ -101,11 +101,37 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--recompute",
-        choices=("auto", "always", "never"),
+        choices=("auto", "always", "never", *RECOMPUTATIONS[1:]),
         default="auto",
-        help="whether to recompute activations in the backward pass (default: %(default)s, chosen by the search)",
+        help="what to recompute in the backward pass (default: %(default)s, chosen by the search)",
     )
-    add_memory_limit(group, "9/10 of the device's memory")
+    group.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="fused",
+        help="fused attention keeps no scores and skips masked ones, dense attention computes and keeps all (default: %(default)s)",
+    )
+    group.add_argument(
+        "--gradients",
+        choices=GRADIENTS,
+        default="compute",
+        help="type of gradients that are accumulated and summed over devices; master: float32 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: divide optimizer states among the devices that hold the same parameters (default: %(default)s)",
+    )
+    group.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default="kept",
+        help="between layers: split, with gathered inputs kept or gathered again for the backward pass; or copied "
+        "(default: %(default)s)",
+    )
+    add_memory_limit(group, "the device's memory without the framework's share")
 
 
 def _add_search_options(parser: argparse.ArgumentParser, has_pipeline: bool) -> argparse._ArgumentGroup:
@@ -210,7 +236,11 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "memory_limit_bytes": memory_limit_bytes(arguments),
         "precision": arguments.precision,
         "optimizer": arguments.optimizer,
-        "recompute": {"auto": None, "always": True, "never": False}[arguments.recompute],
+        "recompute": {"auto": None, "always": True, "never": False}.get(arguments.recompute, arguments.recompute),
+        "attention": arguments.attention,
+        "gradients": arguments.gradients,
+        "zero": arguments.zero,
+        "activations": arguments.activations,
         "untied": arguments.untied,
         "summa": arguments.summa,
         "executor": arguments.executor,

@@ -48,14 +48,14 @@ def device_memory(evaluation: Evaluation) -> tuple[DeviceMemory, ...]:
     [('each device', 8, True)]
     """
     schedule, workload = evaluation.schedule, evaluation.configuration.workload
-    workers_by_use: dict[tuple[tuple[int, ...], tuple[float, float, float]], list[int]] = {}
+    workers_by_use: dict[tuple[tuple[int, ...], tuple[float, float, float, float]], list[int]] = {}
     for worker in range(schedule.num_workers):
         stages = tuple(sorted({stage for _, stage in schedule.stages_on(worker)}))
         workers_by_use.setdefault((stages, _worker_memory(evaluation, worker)), []).append(worker)
     rows = []
-    for (stages, (state, activations, buffer)), workers in workers_by_use.items():
+    for (stages, (state, weights, activations, buffer)), workers in workers_by_use.items():
         title = f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}"
-        parameters, gradients, optimizer = _split_state(state, workload)
+        parameters, gradients, optimizer = _split_state(state, weights, workload)
         rows.append(
             DeviceMemory(
                 title=title if len(evaluation.stages) > 1 else "each device",
@@ -70,8 +70,8 @@ def device_memory(evaluation: Evaluation) -> tuple[DeviceMemory, ...]:
     return tuple(rows)
 
 
-def _worker_memory(evaluation: Evaluation, worker: int) -> tuple[float, float, float]:
-    """State, activations and buffer of a device of the worker [bytes]; older versions of the weights count as state."""
+def _worker_memory(evaluation: Evaluation, worker: int) -> tuple[float, float, float, float]:
+    """State, parameters, activations and buffer of a device of the worker [bytes]; older versions of weights count as state."""
     stages_on_worker = evaluation.schedule.stages_on(worker)
     state = sum(evaluation.stages[stage].state_bytes for _, stage in stages_on_worker)
     buffer = max(evaluation.stages[stage].buffer_bytes for _, stage in stages_on_worker)
@@ -83,15 +83,22 @@ def _worker_memory(evaluation: Evaluation, worker: int) -> tuple[float, float, f
         if figures.recompute_s:
             activations += num_in_flight * figures.input_bytes + figures.kept_bytes
         else:
-            activations += num_in_flight * figures.kept_bytes
+            activations += num_in_flight * figures.kept_bytes + figures.recomputed_bytes
     older_versions = max(0.0, evaluation.worker_memory_bytes[worker] - state - activations - buffer)
-    return state + older_versions, activations, buffer
+    parameters = sum(evaluation.stages[stage].weight_bytes for _, stage in stages_on_worker)
+    return state + older_versions, parameters, activations, buffer
 
 
-def _split_state(state: float, workload: Workload) -> tuple[float, float, float]:
-    """Divide the bytes of the state into parameters (working and master copies), gradients and optimizer states."""
-    per_element = workload.bytes_per_parameter
-    gradients = state * workload.itemsize / per_element
+def _split_state(state: float, parameters: float, workload: Workload) -> tuple[float, float, float]:
+    """Divide the bytes of the state into parameters (working and master copies), gradients and optimizer states.
+
+    Args:
+        state: Bytes of the state.
+        parameters: Bytes of the working copies of the parameters.
+        workload: Supplies the types and the optimizer.
+    """
+    gradients = parameters / workload.itemsize * workload.gradient_itemsize
+    per_element = workload.optimizer_bytes_per_parameter
     states = OPTIMIZERS[workload.optimizer] * workload.types.master_itemsize
-    optimizer = state * states / per_element
+    optimizer = (state - parameters - gradients) * states / per_element if per_element else 0.0
     return state - gradients - optimizer, gradients, optimizer

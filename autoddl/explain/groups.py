@@ -10,6 +10,7 @@ from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_ranges
 from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.result import recomputed_text
 
 __all__ = ["LayerGroup", "StageGroup", "group_name", "place_of", "stage_groups"]
 
@@ -99,8 +100,7 @@ def _title(evaluation: Evaluation, stages: Sequence[int]) -> str:
     if len(evaluation.stages) == 1:
         return ""
     recompute = evaluation.configuration.stages[stages[0]].recompute
-    recomputed = {"none": "", "layers": ", layers recomputed", "stage": ", recomputed"}[recompute]
-    return f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}{recomputed}"
+    return f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}{recomputed_text(recompute)}"
 
 
 def _layer_groups(layers: Sequence[LayerAssessment]) -> tuple[LayerGroup, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.costmodel.layerwork import layer_work
+from autoddl.costmodel.layerwork import layer_work, repeats_redistributions
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -44,15 +44,15 @@ class ResourceBook:
     def __init__(self, graph: LayerGraph, cluster: Cluster, workload: Workload):
         self.graph, self.cluster, self.workload = graph, cluster, workload
         self.names = resource_names(cluster)
-        self._signatures = {layer.name: (layer.signature(), not graph.inputs(layer.name)) for layer in graph.layers}
+        self._signatures = {layer.name: (layer.signature(), graph.place(layer.name)) for layer in graph.layers}
         self._layers: dict[object, np.ndarray] = {}
         self._edges: dict[object, np.ndarray] = {}
 
     def passes(self, strategies: Mapping[str, Strategy]) -> dict[str, np.ndarray]:
         """Return for every layer, by name, its time on each resource, of shape (3, resources) [s].
 
-        The rows are the forward pass and the backward pass of one micro-batch, and the gradients' all-reduce, once per step.  A
-        redistribution between two layers counts for its consumer.
+        The rows are the forward pass and the backward pass of one micro-batch, and once per step the gradients' all-reduce with the
+        optimizer step.  A redistribution between two layers counts for its consumer.
         """
         return {layer.name: self._layer_passes(layer, strategies) for layer in self.graph.layers}
 
@@ -73,15 +73,18 @@ class ResourceBook:
             self._layers[key] = self._layer_alone(layer, strategy)
         total = self._layers[key]
         for producer in self.graph.inputs(layer.name):
-            total = total + self._edge(self.graph[producer], strategies[producer], strategy)
+            forward, backward, once = self._edge(self.graph[producer], strategies[producer], strategy)
+            if repeats_redistributions(self.workload, self.graph.place(layer.name)):
+                backward = backward + forward
+            total = total + np.stack([forward, backward, once])
         return total
 
     def _layer_alone(self, layer: Layer, strategy: Strategy) -> np.ndarray:
         """The passes of a layer without the redistribution of its inputs."""
-        workload, is_first = self.workload, not self.graph.inputs(layer.name)
-        work = layer_work(layer, strategy, workload, workload.micro_batch, is_first)
+        workload = self.workload
+        work = layer_work(layer, strategy, workload, workload.micro_batch, self.graph.place(layer.name))
         passes = np.stack([self._on_links(steps) for steps in (work.forward, work.backward, work.gradient)])
-        for row, local in zip(passes, (work.forward_work, work.backward_work)):
+        for row, local in zip(passes, (work.forward_work, work.backward_work, work.update_work)):
             row[: len(LOCAL)] = self.cluster.local_times(local, workload.precision)
         return passes
 

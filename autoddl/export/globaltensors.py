@@ -136,7 +136,7 @@ def graph_text(plan: PlanFile) -> str:
     assert built_in is not None
     check_graph(plan.graph)
     (stage,) = stage_plans(plan)
-    if stage.recompute:
+    if stage.recompute != "none":
         raise UserError(
             "the plan recomputes activations, which form='oneflow-graph' does not write; plan with recompute=False"
         )

@@ -16,6 +16,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layerwork import is_recomputed_alone
 from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
@@ -106,7 +107,10 @@ class _LayerWriter:
         self.own_names = {p.name for p in layer.parameters if p.tied_to is None}
         self.stored = parameter_layouts(scene.graph, layer, self.strategy)
         self.program = layer_program(
-            scene.graph, layer, self.strategy, scene.workload.recompute and kind_of(layer.kind).is_recomputed
+            scene.graph,
+            layer,
+            self.strategy,
+            is_recomputed_alone(kind_of(layer.kind), scene.graph.place(layer.name), scene.workload.recompute),
         )
         self.names = self._weight_names()
         self.constants: dict[str, str] = {}

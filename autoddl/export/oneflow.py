@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.joint.configuration import recomputed_inside
 from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.stage.plan import StagePlan, entry_strategy
 
@@ -86,7 +87,7 @@ def _scenes(
             Scene(
                 graph=figures.graph.graph,
                 cluster=plan.evaluation.configuration.mesh_of(number).devices(plan.cluster),
-                workload=replace(plan.workload, recompute=choice.recompute == "layers"),
+                workload=replace(plan.workload, recompute=recomputed_inside(choice.recompute)),
                 strategies=strategies,
                 assessed={assessed.layer.name: assessed for assessed in figures.assessment.layers},
                 built_in=built_in,

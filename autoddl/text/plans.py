@@ -22,7 +22,7 @@ from autoddl.pipelines.joint.configuration import StageChoice
 from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.paper_planners import PLANNERS
-from autoddl.pipelines.joint.result import PlanResult, Rival
+from autoddl.pipelines.joint.result import PlanResult, Rival, recomputed_text
 from autoddl.pipelines.joint.rivals import describe
 
 from ..explain.view import peak_share, plan_heading
@@ -67,7 +67,7 @@ def _heading(result: PlanResult) -> Section:
     configuration = result.configuration
     spec, mesh = configuration.schedule, configuration.mesh
     if not result.evaluation.has_pipeline:
-        recomputed = "no recomputation" if configuration.stages[0].recompute == "none" else "activations recomputed"
+        recomputed = recomputed_text(configuration.stages[0].recompute)[2:] or "no recomputation"
         executor = result.options.base.executor
         executed = "" if executor == EAGER else f", executor {executor}"
         lines = heading_section(result.graph, result.cluster, configuration.workload, f", {recomputed}{executed}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import methodcaller
 
 from autoddl.costmodel.units import counted, format_bytes
+from autoddl.pipelines.joint.result import recomputed_text
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 
 from ..executors import GRAPH
@@ -33,9 +34,7 @@ def _heading(result: Verification) -> Section:
         where = f"in {schedule.num_stages} stages on {schedule.num_workers} workers of {widths} ranks, {schedule.name}"
     passes = f" in {workload.num_micro_batches} micro-batches" if workload.num_micro_batches > 1 else ""
     lines: list[Block] = [f"{result.model} {where}, against one device"]
-    lines.append(
-        f"  batch {workload.batch}{passes}, {workload.types.compute}" + (", recomputed" if workload.recompute else "")
-    )
+    lines.append(f"  batch {workload.batch}{passes}, {workload.types.compute}" + recomputed_text(workload.recompute))
     if result.changes:
         stages = "every layer" if schedule.num_stages == 1 else "every stage and layer"
         lines.append(f"  scaled down to fit this machine, {stages} at its planned strategy:")

@@ -102,7 +102,8 @@ def fit_plan(
     # 3. Sizes of the model of the remaining stages.
     graph, strategies, built_in, stage_of = _remaining_model(plan, stages, workers, num_ranks, built_in)
     size = plan.workload.micro_batch
-    recompute = all(stage.recompute for stage in stages)
+    ways = {stage.recompute for stage in stages}
+    recompute = ways.pop() if len(ways) == 1 else "none"
     precision = "float32" if executor == GRAPH else plan.workload.types.on_cpu().name
     batch = size * schedule.update_period
     workload = replace(plan.workload, precision=precision, batch=batch, recompute=recompute)

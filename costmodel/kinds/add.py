@@ -16,6 +16,7 @@ class Add(LayerKind):
     """The element-wise sum of its inputs."""
 
     name = "add"
+    is_between = True
     colour = "#ffffff"
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:

@@ -2,10 +2,18 @@
 
 Heads are split, into at most as many parts as there are key-value heads; there is no communication.
 
-The work is two batched products over all (sample, head) pairs, q k^T and its softmax times v: 4 S S head_dim FLOPs per head for
-sequence length S, and twice as many in the backward pass.  Causal attention counts in full, since dense kernels compute all of
-it.  The softmax reads or writes the S S scores three times in each pass.  The probabilities, S S elements per head, are kept for
-the backward pass.
+**Pairs.**  Position i attends to n(i) positions: to all S, to the i + 1 up to itself if attention is causal, and to at most the
+last W of them with a sliding window.  So the pairs of a sequence are
+
+    P = sum over i of n(i)  =  S S,     S (S + 1) / 2  if causal,     W S - W (W - 1) / 2  if causal with a window W <= S
+
+**Fused** attention computes the two products of each pair, q k^T and its softmax times v: 4 P head_dim FLOPs per head.  The
+backward pass computes the scores again, and four further products: 2.5 times as many (Dao et al., FlashAttention, NeurIPS
+2022).  Memory is read and written for q, k, v and the result alone.  Besides q, k and v it keeps the logarithm of each row's
+sum, in the master type; the result is the input of the layer that follows.
+
+**Dense** attention computes all S S pairs whatever the mask, and twice as many FLOPs in the backward pass.  The softmax reads or
+writes the scores three times in each pass.  The probabilities, S S elements per head, are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -13,13 +21,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layer import Layer
-from ..localwork import elementwise
-from .kind import Body, LayerKind, LayerQuantities
+from ..localwork import LocalWork, attention_core, elementwise
+from .kind import Body, LayerKind, LayerQuantities, Number
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
 
-__all__ = ["Attention", "attention", "head_sections"]
+__all__ = ["Attention", "attention", "head_sections", "pairs_of"]
 
 
 class Attention(LayerKind):
@@ -28,6 +36,8 @@ class Attention(LayerKind):
     name = "attention"
     attributes = ("heads", "kv_heads", "head_dim", "causal")
     may_be_zero = frozenset({"causal"})
+    optional_attributes = frozenset({"window"})
+    is_selected = True
     colour = "#fce5cd"
 
     def shape_text(self, layer: Layer) -> str:
@@ -44,17 +54,44 @@ class Attention(LayerKind):
         return layer.attributes["kv_heads"] % (strategy.p1 * strategy.p2) == 0
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
-        attributes, length = quantities.layer.attributes, quantities.layer.rows
-        pairs = quantities.samples * attributes["heads"] / quantities.devices
-        scores = quantities.matmul(length, attributes["head_dim"], length, count=pairs)
-        softmax = pairs * length * length * quantities.itemsize
-        return Body(
-            forward=(),
-            backward=(),
-            forward_work=2 * scores + elementwise(3 * softmax),
-            backward_work=4 * scores + elementwise(3 * softmax),
-            kept_bytes=quantities.input_bytes + quantities.kept_bytes,
-        )
+        is_fused = quantities.workload.attention == "fused"
+        forward, backward, kept_bytes = _fused(quantities) if is_fused else _dense(quantities)
+        return Body((), (), forward, backward, kept_bytes=quantities.input_bytes + kept_bytes)
+
+
+def pairs_of(layer: Layer) -> int:
+    """Return the number of pairs (position, position that it attends to) of one head of a sample.
+
+    >>> pairs_of(attention("attend", 4, 1, 8, causal=True)), pairs_of(attention("attend", 4, 1, 8, causal=True, window=2))
+    (10, 7)
+    """
+    length, attributes = layer.rows, layer.attributes
+    if not attributes["causal"]:
+        return length * length
+    window = min(attributes.get("window", length), length)
+    return window * length - window * (window - 1) // 2
+
+
+def _fused(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
+    """Work forward and backward, and kept bytes besides the input."""
+    layer = quantities.layer
+    heads = quantities.samples * layer.attributes["heads"] / quantities.devices
+    flops = heads * (4.0 * pairs_of(layer) * layer.attributes["head_dim"])
+    nbytes = quantities.input_bytes + quantities.output_bytes
+    logarithms = heads * (layer.rows * quantities.statistic_bytes)
+    return attention_core(flops, nbytes), attention_core(2.5 * flops, 2 * nbytes), logarithms
+
+
+def _dense(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
+    """Work forward and backward, and kept bytes besides the input."""
+    attributes, length = quantities.layer.attributes, quantities.layer.rows
+    heads, head_dim = quantities.samples * attributes["heads"] / quantities.devices, attributes["head_dim"]
+    scores_bytes = heads * (length * length * quantities.itemsize)
+    # Each of the two products of the forward pass reads two tensors and writes one, as the four of the backward pass.
+    nbytes = heads * (2 * length * head_dim * quantities.itemsize) + scores_bytes
+    product = attention_core(heads * (2.0 * length * length * head_dim), nbytes)
+    softmax = elementwise(3 * scores_bytes)
+    return 2 * product + softmax, 4 * product + softmax, quantities.kept_bytes
 
 
 def head_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
@@ -68,7 +105,15 @@ def head_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
 
 
 def attention(
-    name: str, sequence: int, heads: int, head_dim: int, *, kv_heads: int | None = None, causal: bool, module: str = ""
+    name: str,
+    sequence: int,
+    heads: int,
+    head_dim: int,
+    *,
+    kv_heads: int | None = None,
+    causal: bool,
+    window: int | None = None,
+    module: str = "",
 ) -> Layer:
     """Make an attention layer, softmax(q k^T) v.
 
@@ -80,7 +125,8 @@ def attention(
         sequence: sequence length.
         heads, head_dim: number of query heads and features of each.
         kv_heads: number of key-value heads; None for as many as query heads.
-        causal: whether a position attends only to earlier ones.
+        causal: whether a position attends only to itself and to earlier ones.
+        window: number of positions that a position of causal attention attends to, itself included; None for all of them.
         module: the module path, if it differs from the name.
     """
     kv_heads = heads if kv_heads is None else kv_heads
@@ -89,7 +135,13 @@ def attention(
         kind="attention",
         input_shape=(sequence, (heads + 2 * kv_heads) * head_dim),
         output_shape=(sequence, heads * head_dim),
-        attributes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": int(causal)},
+        attributes={
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "causal": int(causal),
+            **({} if window is None else {"window": window}),
+        },
         flops=4.0 * sequence * sequence * heads * head_dim,
         kept_elements=heads * sequence * sequence,
         modules=(module or name,),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..collectives import Step
 from ..localwork import LocalWork, elementwise, matmul
 from ..sbp import Broadcast, SBPState, Split
+from .registry import kind_of
 
 if TYPE_CHECKING:
     from ..layer import Layer
@@ -50,29 +51,39 @@ class LayerQuantities:
         samples: number of samples per micro-batch over all devices.
 
     Attributes:
+        workload: the workload.
         itemsize: bytes per element of an activation.
         statistic_bytes: bytes of a statistic of a norm or loss.
         p0, p1, p2: mesh axes of the strategy.
         devices: number of devices, p0 p1 p2.
+        parts: number of parts that the layer's tensors are split into, the devices; p0 if the layer works on copies.
         rows: number of rows of the samples of one device.
-        input_bytes, output_bytes, kept_bytes: bytes of one device's part of the evenly split tensors.
+        input_bytes, output_bytes, kept_bytes: bytes of one device's part of the tensors, which are split into ``parts``.
     """
 
     def __init__(self, layer: Layer, strategy: Strategy | StrategyGroup, workload: Workload, samples: Number):
-        self.layer, self.strategy, self.samples = layer, strategy, samples
+        self.layer, self.strategy, self.samples, self.workload = layer, strategy, samples, workload
         self.itemsize = workload.itemsize
         self.statistic_bytes = workload.types.master_itemsize
         self.p0, self.p1, self.p2 = strategy.p0, strategy.p1, strategy.p2
         self.devices = self.p0 * self.p1 * self.p2
+        is_copied = workload.activations == "copied" and kind_of(layer.kind).is_between
+        self.parts = self.p0 if is_copied else self.devices
         self.rows = samples * layer.rows / self.p0
-        self.input_bytes = samples * layer.input_elements * self.itemsize / self.devices
-        self.output_bytes = samples * layer.output_elements * self.itemsize / self.devices
-        self.kept_bytes = samples * layer.kept_elements * self.itemsize / self.devices
+        self.input_bytes = samples * layer.input_elements * self.itemsize / self.parts
+        self.output_bytes = samples * layer.output_elements * self.itemsize / self.parts
+        self.kept_bytes = samples * layer.kept_elements * self.itemsize / self.parts
 
     @property
     def parameter_parts(self) -> Number:
         """Number of parts that the parameters are split into."""
         return self.devices if self.strategy.summa else self.p1 * self.p2
+
+    @property
+    def block_input_bytes(self) -> Number:
+        """Bytes of one device's part of the input, as it lies between the layers, if the layer begins a block."""
+        parts = self.p0 if self.workload.activations == "copied" else self.devices
+        return self.samples * self.layer.input_elements * self.itemsize / parts
 
     def matmul(self, m: Number, k: Number, n: Number, count: Number = 1) -> LocalWork:
         """Return the work of ``count`` products (m x k) by (k x n) in one kernel."""
@@ -115,10 +126,13 @@ class LayerKind(ABC):
         name: name of the kind, unique among registered kinds.
         attributes: names of the integers that describe such a layer. Each is at least 1.
         may_be_zero: the attributes that may be 0.
+        optional_attributes: names of further integers, which a layer may have.
         splitting: the mesh axes that can split such a layer.
         is_lookup: whether it is the product of one-hot rows with a table, whose mesh axes are in the order (p0, p2, p1)
             (:mod:`autoddl.costmodel.strategy`). Its attribute ``vocabulary`` is the number of rows of the table.
         is_recomputed: whether recomputation of activations runs it again.
+        is_selected: whether selective recomputation runs it again.
+        is_between: whether its tensors are those between products, which every device has as a whole if activations are copied.
         is_loss: whether it is a loss over the classes of its attribute ``vocabulary``, which ends a model and reads targets.
         is_opaque: whether a layer runs modules of the user, whose code is not part of the layer graph.
         reads_data: whether a layer without producers reads an input of the model.
@@ -130,9 +144,12 @@ class LayerKind(ABC):
     name: ClassVar[str]
     attributes: ClassVar[tuple[str, ...]] = ()
     may_be_zero: ClassVar[frozenset[str]] = frozenset()
+    optional_attributes: ClassVar[frozenset[str]] = frozenset()
     splitting: ClassVar[Splitting] = Splitting.ROWS_AND_FEATURES
     is_lookup: ClassVar[bool] = False
     is_recomputed: ClassVar[bool] = True
+    is_selected: ClassVar[bool] = False
+    is_between: ClassVar[bool] = False
     is_loss: ClassVar[bool] = False
     is_opaque: ClassVar[bool] = False
     reads_data: ClassVar[bool] = True

@@ -85,13 +85,17 @@ def _product(quantities: LayerQuantities, is_first: bool) -> Body:
     scatter_gradient = () if is_first else scatter_steps(p1, input_bytes)
     product = quantities.matmul(quantities.rows, d_in / quantities.p2, d_out / quantities.p1)
     after, after_backward = quantities.epilogue()
+    gathers_again = quantities.workload.activations == "regathered" and bool(gather)
+    # Copied activations behind the product are split as its output features are.
+    is_copied = quantities.workload.activations == "copied"
+    kept_bytes = quantities.kept_bytes * quantities.p2 if is_copied else quantities.kept_bytes
     return Body(
         forward=(*gather, *scatter),
-        backward=(*gather_gradient, *scatter_gradient),
+        backward=(*(gather if gathers_again else ()), *gather_gradient, *scatter_gradient),
         forward_work=product + after,
         backward_work=(1 if is_first else 2) * product + after_backward,
-        # The gathered input is kept: the backward pass does not gather it again.
-        kept_bytes=input_bytes + quantities.kept_bytes,
+        # The gathered input is kept, unless the backward pass gathers it again.
+        kept_bytes=(input_bytes / quantities.p1 if gathers_again else input_bytes) + kept_bytes,
         buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
         # The backward pass needs the product itself only if the epilogue keeps it.
         forward_steps_to_repeat=None if quantities.layer.kept_elements else gather,

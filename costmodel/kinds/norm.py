@@ -1,8 +1,9 @@
 """Layer norm and RMS norm.
 
 With split features, the forward pass all-reduces the statistics of each row over p1, and the backward pass as many sums of the
-gradient, in the master type. The forward pass reads the input for the statistics, reads it again and writes the output. The
-backward pass reads two tensors for the sums, reads them again and writes the gradient.
+gradient, in the master type. (Megatron-LM splits rows instead, or copies the tensors: then there is nothing to reduce.) The
+forward pass reads the input for the statistics, reads it again and writes the output. The backward pass reads two tensors for
+the sums, reads them again and writes the gradient.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ class Norm(LayerKind):
 
     name = "norm"
     attributes = ("features", "statistics")
+    is_between = True
     colour = "#eeeeee"
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         statistics = quantities.rows * quantities.layer.attributes["statistics"] * quantities.statistic_bytes
-        steps = tuple(Step(Collective.ALL_REDUCE, axis, statistics) for axis in reversed(quantities.strategy.axes(1)))
+        # Only a device without all features of its rows has to exchange statistics.
+        axes = quantities.strategy.axes(1) if quantities.workload.activations == "kept" else ()
+        steps = tuple(Step(Collective.ALL_REDUCE, axis, statistics) for axis in reversed(axes))
         return Body(
             forward=steps,
             backward=steps,

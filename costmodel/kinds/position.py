@@ -19,6 +19,7 @@ class Position(LayerKind):
     name = "position"
     attributes = ("positions", "features")
     reads_data = False
+    is_between = True
     colour = "#d9ead3"
 
     def shape_text(self, layer: Layer) -> str:

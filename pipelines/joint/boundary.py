@@ -102,7 +102,7 @@ class PricedLayer(Protocol):
 
 def own_gradient_bytes(layer: PricedLayer, workload: Workload) -> float:
     """Return the bytes of a layer's gradients on one device."""
-    return layer.work.state_bytes * workload.itemsize / workload.bytes_per_parameter
+    return layer.work.parameter_bytes / workload.itemsize * workload.gradient_itemsize
 
 
 def replicated_all_reduce_s(

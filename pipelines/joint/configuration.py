@@ -12,19 +12,28 @@ from typing import Any, Union
 from autoddl.costmodel.cluster import Cluster, Level
 from autoddl.costmodel.limits import MAX_PASSES
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import RECOMPUTATIONS as WORKLOAD_RECOMPUTATIONS
 from autoddl.costmodel.workload import Workload
 
 from ..generators import generate
 from ..schedule import Kind, Schedule
 from .meshes import Meshes, StageMesh
 
-__all__ = ["RECOMPUTATIONS", "Configuration", "PipelineSchedule", "StageChoice", "widths_of"]
+__all__ = ["RECOMPUTATIONS", "Configuration", "PipelineSchedule", "StageChoice", "recomputed_inside", "widths_of"]
 
-#: Ways of recomputation, by what a stage keeps from the forward to the backward pass of a micro-batch.  ``none`` keeps everything.
-#: ``layers`` keeps the evenly split input of every layer and recomputes one layer at a time, as plans without a pipeline do.
-#: ``stage`` keeps the input of the stage alone and runs its whole forward pass again before the backward pass (task ``R`` of
-#: schedules).
-RECOMPUTATIONS = ("none", "layers", "stage")
+#: Ways of recomputation of a stage: those of plans without a pipeline, and ``stage``.  That keeps the input of the stage alone
+#: and runs its whole forward pass again before the backward pass (task ``R`` of schedules).
+RECOMPUTATIONS = (*WORKLOAD_RECOMPUTATIONS, "stage")
+
+
+def recomputed_inside(recompute: str) -> str:
+    """Return what the passes of a stage recompute by themselves: nothing if the stage is recomputed as a whole.
+
+    >>> recomputed_inside("stage"), recomputed_inside("blocks")
+    ('none', 'blocks')
+    """
+    return "none" if recompute == "stage" else recompute
+
 
 #: Number of simulated update periods of an asynchronous schedule.  The middle third is its steady state.
 NUM_PERIODS = 6

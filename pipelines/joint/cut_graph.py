@@ -30,10 +30,13 @@ from autoddl.search.fronts import TooManyError
 from ..stepgraph import Terms
 from .boundary import boundary_of
 from .bounds import least_over_cuts, placement_of
+from .configuration import recomputed_inside
 from .cut_regions import impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
+from .space import recomputations_of_stage
+from .stage_cost import MEMORY
 from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
 
 __all__ = ["MEMORY_PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
@@ -256,7 +259,7 @@ class CutGraph:
     # ------------------------------------------------------------------------------------------- bounds of arcs by units
 
     def _vector_weights(self, weights: np.ndarray, recompute: str, price: np.ndarray) -> np.ndarray:
-        """Return the weight of each component of a stage's vector (:data:`.stage_cost.COMPONENTS`); shape (stages, 5).
+        """Return the weight of each component of a stage's vector (:data:`.stage_cost.COMPONENTS`); shape (stages, components).
 
         Args:
             weights: Weights of the terms.
@@ -273,8 +276,13 @@ class CutGraph:
                 weights[terms.all_reduce],
                 price * self._state_factors,
                 price * in_flight,
+                price,
             ]
         )
+
+    def recomputations_of(self, stage: int) -> tuple[str, ...]:
+        """The ways of recomputation on offer for a stage (see :mod:`.space`)."""
+        return recomputations_of_stage(self.recomputations, stage, self.num_stages)
 
     @property
     def _recomputations_if_memory_is_free(self) -> tuple[str, ...]:
@@ -297,7 +305,7 @@ class CutGraph:
 
         Args:
             recompute: Way of recomputation.
-            vector_weights: Shape (..., stages, 5).
+            vector_weights: Shape (..., stages, components).
 
         Returns:
             Shape (..., stages, units); None if some layer has no strategy.
@@ -306,7 +314,8 @@ class CutGraph:
         for (number, passes), stages in self._equal_stages.items():
             own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
             rows = own.reshape(-1, own.shape[-1])
-            values = units.least(recompute == "layers", passes.replicas, passes.micro_batch, passes.smallest_pass, rows)
+            inside = recomputed_inside(recompute)
+            values = units.least(inside, passes.replicas, passes.micro_batch, passes.smallest_pass, rows)
             if values is None:
                 return None
             least[..., stages, :] = values.reshape(*own.shape[:-1], self.num_units)
@@ -450,17 +459,17 @@ class CutGraph:
             vector_weights = self._vector_weights(weights, recompute, price)
             # A stage that is recomputed as a whole keeps the activations of one micro-batch at a time.
             in_flight = np.ones(self.num_stages) if recompute == "stage" else self._in_flight
-            bytes_factors = np.column_stack([self._state_factors, in_flight])
+            bytes_factors = np.column_stack([self._state_factors, in_flight, np.ones(self.num_stages)])
             for (number, passes), stages in self._equal_stages.items():
                 own, units = vector_weights[stages], self.stage_searches[number].unit_bounds
                 each = units.least_vectors(
-                    recompute == "layers", passes.replicas, passes.micro_batch, passes.smallest_pass, own
+                    recomputed_inside(recompute), passes.replicas, passes.micro_batch, passes.smallest_pass, own
                 )
                 if each is None:
                     return None
                 value = np.einsum("suc,sc->su", each, own)
                 recompute_s = each[:, :, 0] if recompute == "stage" else np.zeros_like(value)
-                nbytes = np.einsum("suc,sc->su", each[:, :, 3:], bytes_factors[stages])
+                nbytes = np.einsum("suc,sc->su", each[:, :, MEMORY], bytes_factors[stages])
                 vector = np.stack([each[:, :, 0], each[:, :, 1], recompute_s, each[:, :, 2], nbytes], axis=2)
                 is_less = value < costs[stages]
                 costs[stages] = np.where(is_less, value, costs[stages])
@@ -541,7 +550,7 @@ class CutGraph:
         """
         search, passes, demand = self.stage_searches[stage], self.passes[stage], self.stage_demands[stage]
         parts: list[StageFront] = []
-        for recompute in self.recomputations:
+        for recompute in self.recomputations_of(stage):
             part = search.rows(
                 first,
                 stop,

@@ -6,12 +6,14 @@ Gradients that several workers hold (replicas of bidirectional schedules, shared
 stages are priced, as :mod:`.boundary` describes.
 
 The step of a synchronous schedule is the makespan of its simulation; that of an asynchronous one is the time of N micro-batches in
-the steady state.  A single stage is not simulated: its step is N (forward + backward) + all-reduce.
+the steady state.  A single stage is not simulated: its step is N (forward + backward) + all-reduce + optimizer step.
 
 **Memory** of a device of worker w, where K(s) is the largest number of micro-batches of stage s in flight there:
 
-    sum over its stages of [ state(s) + (versions(s) - 1) weights(s) + K(s) kept(s) ]  +  largest buffer
+    sum over its stages of [ state(s) + (versions(s) - 1) weights(s) + K(s) kept(s) + recomputed(s) ]  +  largest buffer
     with recomputation of the stage: K(s) input(s) + kept(s) instead of K(s) kept(s)
+
+where recomputed(s) are the activations of one block, if blocks are recomputed one by one.
 
 If a worker holds several stages, the sum of their separate peaks is an upper bound on their common peak.
 
@@ -33,7 +35,7 @@ from autoddl.costmodel.workload import Workload
 
 from ..memory import weight_versions
 from ..planners.inflight import in_flight
-from ..schedule import Schedule
+from ..schedule import Kind, Schedule
 from ..simulator import simulate
 from ..single_stage import single_stage_schedule
 from ..timeline import Timeline, steady_state
@@ -46,7 +48,7 @@ from .boundary import (
     replicated_all_reduce_steps,
     shared_steps,
 )
-from .configuration import Configuration, PipelineSchedule, StageChoice
+from .configuration import Configuration, PipelineSchedule, StageChoice, recomputed_inside
 from .meshes import Meshes, StageMesh
 from .partition import ENTRY, Chain, StageGraph
 
@@ -67,9 +69,11 @@ class StageFigures:
         backward_passes: Number of autograd passes per micro-batch (see :class:`.configuration.PipelineSchedule`).
         recompute_s: Time of the second forward pass; 0 unless the whole stage is recomputed.
         all_reduce_s: Time of the gradient all-reduce over all replicas of the stage, per step.
+        update_s: Time of the optimizer step, per step.
         state_bytes: Parameters, gradients and optimizer states.
         weight_bytes: Parameters alone.
         kept_bytes: Activations of one micro-batch that are kept from the forward to the backward pass.
+        recomputed_bytes: Activations of the block that is recomputed.
         input_bytes: Input of the stage for one micro-batch.
         buffer_bytes: Largest temporary buffer of a layer.
     """
@@ -82,9 +86,11 @@ class StageFigures:
     backward_passes: int
     recompute_s: float
     all_reduce_s: float
+    update_s: float
     state_bytes: float
     weight_bytes: float
     kept_bytes: float
+    recomputed_bytes: float
     input_bytes: float
     buffer_bytes: float
 
@@ -161,7 +167,8 @@ class Evaluation:
         if self.has_pipeline:
             return step_of(self.configuration.schedule, simulate(self.schedule, times))
         (forward,), (backward,), (recompute,) = times.forward, times.backward, times.recompute
-        return self.configuration.schedule.num_micro_batches * (forward + backward + recompute) + times.all_reduce[0]
+        passes_s = self.configuration.schedule.num_micro_batches * (forward + backward + recompute)
+        return passes_s + times.all_reduce[0] + times.update[0]
 
     def cost(self, objective: str) -> float:
         """The value of the objective: seconds per step (``step``), or seconds per step if compute took no time
@@ -184,6 +191,8 @@ class Evaluation:
             backward=tuple(spec.backward_passes(s) * seconds for s, seconds in enumerate(backward)),
             backward_input=tuple(spec.input_passes(s) * seconds for s, seconds in enumerate(backward)),
             recompute=tuple(seconds if stage.recompute_s else 0.0 for seconds, stage in zip(forward, self.stages)),
+            all_reduce=tuple(stage.all_reduce_s for stage in self.stages),
+            update=(0.0,) * len(self.stages),
         )
 
     @property
@@ -219,8 +228,13 @@ class Evaluation:
 
     @cached_property
     def compute_s(self) -> float:
-        """Compute seconds of the busiest worker per step."""
-        return self._sum_over_step(self.busiest, [stage.compute_s for stage in self.stages])
+        """Compute seconds of the busiest worker per step, with its optimizer step."""
+        return self._sum_over_step(self.busiest, [stage.compute_s for stage in self.stages]) + self.update_s
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of the optimizer step of the busiest worker."""
+        return sum(self.stages[stage].update_s for _, stage in self.schedule.stages_on(self.busiest))
 
     @cached_property
     def inner_communication_s(self) -> float:
@@ -236,9 +250,14 @@ class Evaluation:
     def exposed_all_reduce_s(self) -> float:
         """Seconds by which gradient all-reduces lengthen the step."""
         if not self.has_pipeline:
-            return self.times.all_reduce[0]
-        compute_only = replace(self._times_without_transfers, all_reduce=(0.0,) * self.times.num_stages)
-        return self._without_rounding(self._step_without_transfers - self._step_with(compute_only))
+            return self.stages[0].all_reduce_s
+        return self._without_rounding(self._step_without_transfers - self._step_with(self._compute_only_times))
+
+    @property
+    def _compute_only_times(self) -> Times:
+        """The task times without transfers and all-reduces."""
+        updates = (max(0.0, both - stage.all_reduce_s) for both, stage in zip(self.times.all_reduce, self.stages))
+        return replace(self._times_without_transfers, all_reduce=tuple(updates))
 
     def _without_rounding(self, seconds: float) -> float:
         """A difference of steps; 0 if it is within the rounding errors of sums of floats."""
@@ -268,7 +287,8 @@ class Evaluation:
     @property
     def bubble_s(self) -> float:
         """Idle seconds of the busiest worker per step."""
-        return self._without_rounding(self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s)
+        busy_s = self._busy_s(self.busiest) + self.update_s
+        return self._without_rounding(self.step_s - busy_s - self.exposed_communication_s)
 
     @property
     def bubble_ratio(self) -> float:
@@ -324,7 +344,7 @@ def step_of(spec: PipelineSchedule, timeline: Timeline) -> float:
 
 def workload_of_stage(workload: Workload, recompute: str) -> Workload:
     """Return the workload that a stage with a way of recomputation is priced for."""
-    return replace(workload, recompute=recompute == "layers")
+    return replace(workload, recompute=recomputed_inside(recompute))
 
 
 def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Evaluation:
@@ -384,7 +404,14 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     )
     memory = memory_of(schedule, stages, recomputing, flights)
     return Evaluation(
-        configuration, cluster, stages, boundaries, schedule, times_of(stages, boundaries), memory, flights_of_stages
+        configuration,
+        cluster,
+        stages,
+        boundaries,
+        schedule,
+        times_of(stages, boundaries, schedule),
+        memory,
+        flights_of_stages,
     )
 
 
@@ -406,7 +433,7 @@ def evaluate_unpipelined(
     Args:
         chain: The model as a chain of units.
         cluster: The devices and their network.
-        workload: Batch, micro-batch, precision and optimizer; with ``recompute`` every layer keeps only its evenly split input.
+        workload: Batch, micro-batch, precision, optimizer and recomputation.
         strategies: Strategy of every layer over the whole cluster, by layer name.
 
     Raises:
@@ -424,7 +451,7 @@ def evaluate_unpipelined(
     (False, 2, 0.0)
     """
     schedule = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
-    stage = StageChoice(chain.num_units, "layers" if workload.recompute else "none", strategies)
+    stage = StageChoice(chain.num_units, workload.recompute, strategies)
     return evaluate(chain, cluster, Configuration(StageMesh.whole(cluster), schedule, workload, (stage,)))
 
 
@@ -452,16 +479,29 @@ class StageTimes(Protocol):
     @property
     def all_reduce_s(self) -> float: ...
 
+    @property
+    def update_s(self) -> float: ...
 
-def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary]) -> Times:
-    """Collect the task times for the simulator."""
+
+def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary], schedule: Schedule) -> Times:
+    """Collect the task times for the simulator.
+
+    The optimizer step of a stage directly follows the all-reduce of its gradients, beside the passes of other stages of the worker.
+    So it is a part of the all-reduce task, if there is one, and otherwise the update task at the end of the worker's list.
+    """
+    reduced = {task.stage for tasks in schedule.workers for task in tasks if task.kind is Kind.ALL_REDUCE}
+    if len(stages) == 1:
+        reduced = set()  # nothing is simulated
     return Times.of(
         len(stages),
         forward=[stage.forward_s for stage in stages],
         backward=[stage.backward_s for stage in stages],
         backward_input=[stage.backward_input_s for stage in stages],
         recompute=[stage.recompute_s for stage in stages],
-        all_reduce=[stage.all_reduce_s for stage in stages],
+        all_reduce=[
+            stage.all_reduce_s + (stage.update_s if number in reduced else 0.0) for number, stage in enumerate(stages)
+        ],
+        update=[0.0 if number in reduced else stage.update_s for number, stage in enumerate(stages)],
         transfer=[boundary.forward_s for boundary in boundaries],
         transfer_backward=[boundary.backward_s for boundary in boundaries],
     )
@@ -475,6 +515,7 @@ def _figures(
     forward = sum(layer.forward_compute_s + layer.forward_communication_s for layer in layers)
     backward = sum(layer.backward_compute_s + layer.backward_communication_s for layer in layers)
     state = sum(layer.work.state_bytes for layer in layers)
+    parameters = sum(layer.work.parameter_bytes for layer in layers)
     entry = graph.entry
     input_bytes = 0.0 if entry is None else workload.micro_batch * entry.output_elements * workload.itemsize
     return StageFigures(
@@ -486,9 +527,11 @@ def _figures(
         backward_passes=passes,
         recompute_s=forward if choice.recompute == "stage" else 0.0,
         all_reduce_s=all_reduce_s,
+        update_s=sum(layer.update_s for layer in layers),
         state_bytes=state,
-        weight_bytes=state * workload.itemsize / workload.bytes_per_parameter,
+        weight_bytes=parameters,
         kept_bytes=sum(layer.work.kept_bytes for layer in layers),
+        recomputed_bytes=sum(layer.work.recomputed_bytes for layer in layers),
         input_bytes=input_bytes / configuration.mesh_of(number).num_devices,
         buffer_bytes=max(layer.work.buffer_bytes for layer in layers),
     )
@@ -539,7 +582,7 @@ def memory_of(
             if recomputing[stage]:
                 resident += count * figures.input_bytes + figures.kept_bytes
             else:
-                resident += count * figures.kept_bytes
+                resident += count * figures.kept_bytes + figures.recomputed_bytes
             buffer = max(buffer, figures.buffer_bytes)
         memory.append(resident + buffer)
     return tuple(memory)

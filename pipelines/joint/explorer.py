@@ -27,7 +27,7 @@ from ..periods import Insertions, insertions
 from ..stepgraph import StepGraph
 from .boundary import least_crossing_s
 from .bounds import homes, placement_of
-from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, widths_of
+from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, recomputed_inside, widths_of
 from .evaluation import Evaluation, evaluate
 from .memory_demand import MemoryDemand, memory_demand_of
 from .meshes import Meshes, StageMesh, all_meshes, stage_meshes
@@ -312,13 +312,9 @@ class Explorer:
             stages: Per stage, the way of recomputation and the strategies of its layers, in the order of the stage's graph.
         """
         first, choices = 0, []
-        workload = Workload(
-            self.workload.batch,
-            setting.micro_batch,
-            self.workload.precision,
-            self.workload.optimizer,
-            all(recompute == "layers" for recompute, _ in stages),
-        )
+        ways = {recompute for recompute, _ in stages}
+        common = recomputed_inside(ways.pop()) if len(ways) == 1 else "none"
+        workload = replace(self.workload, micro_batch=setting.micro_batch, recompute=common)
         for num_units, (recompute, strategies) in zip(cut, stages):
             # Equal stages share one table, so the keys of ``strategies`` may be the layers of another, equal stage.
             names = [layer.name for layer in self.chain.stage(first, first + num_units).graph.layers]

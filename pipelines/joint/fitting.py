@@ -66,7 +66,7 @@ def _cheapest_row(
 ) -> StageFront | None:
     """Return the row of the least weighted seconds within the memory limit; None if there is none."""
     best: tuple[float, StageFront] | None = None
-    for recompute in cut_graph.recomputations:
+    for recompute in cut_graph.recomputations_of(stage):
         most = math.inf if best is None else best[0]
         cheapest = cut_graph.stage_searches[stage].cheapest(
             first,
@@ -102,7 +102,8 @@ def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: floa
             cut_graph.passes[stage],
             cut_graph.stage_demands[stage],
         )
-        hulls = [search.hull(first, stop, recompute, passes, demand, priced) for recompute in cut_graph.recomputations]
+        ways = cut_graph.recomputations_of(stage)
+        hulls = [search.hull(first, stop, recompute, passes, demand, priced) for recompute in ways]
         parts = [rows for rows in hulls if rows is not None]
         if not parts:
             return None

@@ -15,9 +15,8 @@ from autoddl.costmodel.localwork import LocalWork
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.search.options import USABLE_MEMORY, base_workload
+from autoddl.search.options import base_workload, default_memory_limit, recomputations
 
-from .configuration import RECOMPUTATIONS
 from .explorer import Explorer
 from .partition import Chain, chain_of
 from .result import JointOptions
@@ -64,10 +63,11 @@ class PlanningJob:
     @property
     def recomputations(self) -> tuple[str, ...]:
         """The ways of recomputation that the options allow."""
-        recompute = self.options.base.recompute
-        if recompute is None:
-            return RECOMPUTATIONS
-        return RECOMPUTATIONS[1:] if recompute else RECOMPUTATIONS[:1]
+        base = self.options.base
+        if base.recompute == "stage":
+            return ("stage", "layers")  # the last stage is not recomputed as a whole
+        ways = recomputations(base, self.graph)
+        return (*ways, "stage") if base.recompute is None or base.recompute is True else ways
 
     @property
     def time_limit_s(self) -> float:
@@ -88,10 +88,10 @@ class PlanningJob:
         It has the FLOPs that the cost model prices.  These may be fewer than a layer graph states: layers of unknown kinds
         are priced by memory traffic alone.
         """
-        one_device, workload = data_parallel((1,)), replace(self.workload, recompute=False)
+        one_device, workload = data_parallel((1,)), replace(self.workload, recompute="none")
         total = LocalWork()
         for layer in self.graph.layers:
-            work = layer_work(layer, one_device, workload, workload.batch, not self.graph.inputs(layer.name))
+            work = layer_work(layer, one_device, workload, workload.batch, self.graph.place(layer.name))
             total += work.forward_work + work.backward_work
         return float(self.cluster.local_times(total, workload.precision)[0] / self.cluster.num_devices)
 
@@ -128,10 +128,10 @@ def job_of(
         UserError: the memory limit is out of range, or the micro-batch does not divide the batch.
     """
     base = options.base
-    limit = USABLE_MEMORY * cluster.device.memory_bytes if base.memory_limit_bytes is None else base.memory_limit_bytes
+    limit = default_memory_limit(cluster) if base.memory_limit_bytes is None else base.memory_limit_bytes
     if not 0 < limit < math.inf:
         raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
-    workload = base_workload(cluster, base, recompute=False)
+    workload = base_workload(cluster, base)
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # raises if the micro-batch does not divide the batch
     return PlanningJob(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())

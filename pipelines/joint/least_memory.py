@@ -22,9 +22,11 @@ import numpy as np
 
 from autoddl.costmodel.stopping import Deadline
 
+from .configuration import recomputed_inside
 from .cut_regions import Cut, bottleneck_cut, cheapest_cut, impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
+from .space import recomputations_of_stage
 from .stage_search import StageDemand
 
 __all__ = ["least_memory"]
@@ -76,8 +78,10 @@ class _SettingMemory:
         self.explorer, self.setting, self.demand = explorer, setting, demand
         self.passes = explorer.passes(setting)
         spec = setting.schedule
-        # Without a pipeline stages are never recomputed as a whole.
-        self.recomputations = [way for way in explorer.recomputations if spec.num_workers > 1 or way != "stage"]
+        #: Per stage, the ways of recomputation.
+        self.recomputations = [
+            recomputations_of_stage(explorer.recomputations, stage, spec.num_stages) for stage in range(spec.num_stages)
+        ]
         #: Per stage the bytes that each arc counts with in the bounds.
         self._costs: list[np.ndarray] = []
         #: The bytes of searched stages (stage, first unit, unit behind the last one).
@@ -89,12 +93,12 @@ class _SettingMemory:
         for stage, (mesh, passes) in enumerate(zip(self.setting.meshes, self.passes)):
             search, demand = explorer.stage_search(mesh), self._stage_demand(stage)
             best = np.full((num_units + 1, num_units + 1), np.inf)
-            for recompute in self.recomputations:
+            for recompute in self.recomputations[stage]:
                 counts, _ = search.memory_of(0, 1, recompute, passes, demand)
                 weights = np.array([[0.0, 0.0, 0.0, *counts]])
-                is_by_layer = recompute == "layers"
+                inside = recomputed_inside(recompute)
                 least = search.unit_bounds.least(
-                    is_by_layer, passes.replicas, passes.micro_batch, passes.smallest_pass, weights
+                    inside, passes.replicas, passes.micro_batch, passes.smallest_pass, weights
                 )
                 if least is None:
                     return math.inf
@@ -157,5 +161,6 @@ class _SettingMemory:
             self._stage_demand(stage),
         )
         return min(
-            search.least_memory(first, stop, recompute, passes, demand, has_buffer) for recompute in self.recomputations
+            search.least_memory(first, stop, recompute, passes, demand, has_buffer)
+            for recompute in self.recomputations[stage]
         )

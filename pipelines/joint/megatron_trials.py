@@ -236,6 +236,8 @@ class _Trials:
         if not micro_batch or self._ideal_s(layout, micro_batch) >= self._limit_s:
             return
         for recompute in self.job.recomputations:
+            if recompute == "stage":
+                continue  # not for the last stage; recomputation of blocks needs about as little memory
             if self.is_over:
                 return
             self._num_left -= 1
@@ -266,7 +268,7 @@ class _Trials:
         job, sizes = self.job, layout.mesh.devices(self.job.cluster).level_sizes
         # (data parallel, model parallel) per network level: model parallel on the innermost level only.
         degrees = (*((size, 1) for size in sizes[:-1]), (sizes[-1] // layout.model_parallel, layout.model_parallel))
-        workload = replace(job.workload, micro_batch=micro_batch, recompute=recompute == "layers")
+        workload = replace(job.workload, micro_batch=micro_batch)
         depth, first, stages = layout.num_stages, 0, []
         for num_units in _balanced_cut(job.chain, depth):
             graph = job.chain.stage(first, first + num_units).graph

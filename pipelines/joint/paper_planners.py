@@ -16,7 +16,7 @@ A planner whose time limit is over returns the best plans so far.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -73,24 +73,23 @@ class _Inputs:
 def profile_of(chain: Chain, cluster: Cluster, workload: Workload) -> Profile:
     """Return the linear profile of a model: the times and bytes of its units on one device for one sample."""
     device = StageMesh(1, 1).devices(cluster)
-    one_sample = Workload(1, 1, workload.precision, workload.optimizer)
+    one_sample = replace(workload, batch=1, micro_batch=1, recompute="none")
     strategy = data_parallel(device.level_sizes)
     rows = []
     for unit in range(chain.num_units):
         layers = chain.layers(unit, unit + 1)
-        works = [layer_work(layer, strategy, one_sample, 1.0, not chain.graph.inputs(layer.name)) for layer in layers]
+        works = [layer_work(layer, strategy, one_sample, 1.0, chain.graph.place(layer.name)) for layer in layers]
         forward_s, backward_s = (
             sum(device.local_time(local, one_sample.precision) for local in locals_)
             for locals_ in ([work.forward_work for work in works], [work.backward_work for work in works])
         )
-        state_bytes = sum(work.state_bytes for work in works)
         rows.append(
             ProfiledLayer(
                 name=layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name}",
                 forward_s=forward_s,
                 backward_s=backward_s,
                 activation_bytes=layers[-1].output_elements * one_sample.itemsize,
-                parameter_bytes=state_bytes * one_sample.itemsize / one_sample.bytes_per_parameter,
+                parameter_bytes=sum(work.parameter_bytes for work in works),
                 stored_bytes=sum(work.kept_bytes for work in works),
             )
         )
@@ -103,7 +102,7 @@ def paper_plans(
     cluster: Cluster,
     workload: Workload,
     limit_bytes: float,
-    recompute: bool | None,
+    recompute: bool | str | None,
     micro_batch: int | None,
     clock: Clock,
 ) -> list[PaperPlan]:
@@ -115,7 +114,7 @@ def paper_plans(
         cluster: The devices and their network.
         workload: Batch, precision and optimizer.
         limit_bytes: Memory limit per device.
-        recompute: Whether to recompute stages; None to try both.
+        recompute: Whether to recompute stages, or a way of recomputation; None to try both.
         micro_batch: Samples per micro-batch over all devices of a stage; None if the planner chooses it.
         clock: When the planner stops with the plans it has found so far.
 
@@ -123,6 +122,8 @@ def paper_plans(
         UserError: the planner has no plan for these numbers, no plan fits in memory, or none was found in time.
         StopRequestedError: a stop was requested before a plan was found.
     """
+    if isinstance(recompute, str):
+        recompute = recompute != "none"
     profile = profile_of(chain, cluster, workload)
     state_per_weight = workload.bytes_per_parameter / workload.itemsize
     inputs = _Inputs(chain, cluster, workload, micro_batch, clock)
@@ -267,15 +268,19 @@ def _mesh_of_inner_pipelines(cluster: Cluster, depth: int) -> StageMesh | None:
 def _data_parallel_stages(
     inputs: _Inputs, mesh: Meshes, spec: PipelineSchedule, micro_batch: int, cut: list[int], recompute: str
 ) -> Configuration:
-    """The configuration of data-parallel stages with ``cut[s]`` units each."""
+    """The configuration of data-parallel stages with ``cut[s]`` units each.
+
+    The last stage is not recomputed as a whole but in parts, so that the loss is not computed twice.
+    """
+    in_parts = "blocks" if any(layer.block for layer in inputs.chain.graph.layers) else "layers"
     stages, first = [], 0
     for number, num_units in enumerate(cut):
         strategy = data_parallel(mesh.mesh_of(spec.worker_of(number)).devices(inputs.cluster).level_sizes)
         strategies = {layer.name: strategy for layer in inputs.chain.layers(first, first + num_units)}
         if first:
             strategies[ENTRY] = strategy
-        stages.append(StageChoice(num_units, recompute, strategies))
+        is_last = number == len(cut) - 1
+        stages.append(StageChoice(num_units, in_parts if is_last and recompute == "stage" else recompute, strategies))
         first += num_units
-    base = inputs.workload
-    workload = Workload(base.batch, micro_batch, base.precision, base.optimizer)
+    workload = replace(inputs.workload, micro_batch=micro_batch, recompute="none")
     return Configuration(mesh, spec, workload, tuple(stages))

@@ -29,7 +29,7 @@ from .configuration import Configuration
 from .evaluation import Evaluation, evaluate_unpipelined
 from .partition import chain_of
 
-__all__ = ["Considered", "JointOptions", "PlanResult", "Rival", "baseline_how", "unpipelined"]
+__all__ = ["Considered", "JointOptions", "PlanResult", "Rival", "baseline_how", "recomputed_text", "unpipelined"]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,8 @@ def unpipelined(planned: Planned) -> PlanResult:
     if options.executor != EAGER:
         summa = f" without {LEFT_OUT}"
     sizes = "every micro-batch" if options.micro_batch is None else "the given micro-batch"
-    recomputation = "or not" if options.recompute is None else "always" if options.recompute else "never"
+    words: dict[bool | str | None, str] = {None: "or not", True: "always", False: "never"}
+    recomputation = words.get(options.recompute, str(options.recompute))
     considered = Considered(
         space=f"strategies of {layers}{summa}; {sizes}; recomputation {recomputation}",
         configurations=planned.result.space_size,
@@ -263,5 +264,15 @@ def unpipelined(planned: Planned) -> PlanResult:
 
 
 def baseline_how(mesh: str, workload: Workload) -> str:
-    """Describe the plan of a baseline, such as ``dp 8, micro-batch 16, recomputed``."""
-    return f"{mesh}, micro-batch {workload.micro_batch}{', recomputed' if workload.recompute else ''}"
+    """Describe the plan of a baseline, such as ``dp 8, micro-batch 16, layers recomputed``."""
+    return f"{mesh}, micro-batch {workload.micro_batch}{recomputed_text(workload.recompute)}"
+
+
+def recomputed_text(recompute: str) -> str:
+    """Describe a way of recomputation at the end of a list: ``, blocks recomputed``; empty for none.
+
+    >>> recomputed_text("blocks"), recomputed_text("selective"), recomputed_text("none")
+    (', blocks recomputed', ', attention recomputed', '')
+    """
+    what = {"none": "", "selective": "attention"}.get(recompute, recompute)
+    return f", {what} recomputed" if what else ""

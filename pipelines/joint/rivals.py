@@ -209,9 +209,9 @@ def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
         if size % strategy.p0:
             continue
         for recompute in job.recomputations:
-            if recompute == "stage" and "layers" in job.recomputations:
-                continue  # without a pipeline, recomputing layer by layer needs no more time and no more memory
-            workload = replace(job.workload, micro_batch=size, recompute=recompute == "layers")
+            if recompute == "stage":
+                continue  # without a pipeline nothing is recomputed as a whole
+            workload = replace(job.workload, micro_batch=size, recompute=recompute)
             spec = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
             stage = StageChoice(job.chain.num_units, recompute, {layer.name: strategy for layer in job.graph.layers})
             try:

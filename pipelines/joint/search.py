@@ -30,12 +30,13 @@ from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from ..stepgraph import Terms
 from .bottleneck_bound import bottleneck_bound
 from .bounds import balance_weights, bound_class, estimated_step_weights, least_over_cuts
+from .configuration import recomputed_inside
 from .cut_graph import MEMORY_PRICES, Bound, CutGraph
 from .evaluation import Evaluation
 from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
-from .stage_cost import Replicas
+from .stage_cost import COMPONENTS, Replicas
 
 __all__ = ["Explored", "Search", "explore"]
 
@@ -368,13 +369,17 @@ def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
     # Recomputation never lowers this bound, because memory costs nothing in it.
     for recomputation in ("none",) if "none" in explorer.recomputations else explorer.recomputations:
         vectors = np.column_stack(
-            [forward + (recompute if recomputation == "stage" else 0.0), backward, zero, zero, zero]
+            [forward + (recompute if recomputation == "stage" else 0.0), backward, *(zero,) * (len(COMPONENTS) - 2)]
         )
         for mesh in dict.fromkeys(setting.meshes):
             stages = np.flatnonzero([other == mesh for other in setting.meshes])
             units = explorer.stage_search(mesh).unit_bounds
             least = units.least(
-                recomputation == "layers", Replicas(), setting.micro_batch, setting.smallest_pass, vectors[stages]
+                recomputed_inside(recomputation),
+                Replicas(),
+                setting.micro_batch,
+                setting.smallest_pass,
+                vectors[stages],
             )
             if least is None:
                 return math.inf
@@ -440,8 +445,9 @@ def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -
     demand = explorer.memory_demand(setting.schedule)
     if demand is None:
         return math.inf
-    # Recomputing layers takes about as long as recomputing stages, but needs tables of its own: skip it.
-    recomputations = [name for name in explorer.recomputations if name != "layers"] or explorer.recomputations
+    # Recomputing layers or blocks takes about as long as recomputing stages, but needs tables of its own: skip it.
+    skipped = ("layers", "blocks") if "stage" in explorer.recomputations else ()
+    recomputations = [name for name in explorer.recomputations if name not in skipped]
     cut_graph = CutGraph(explorer, setting, recomputations, demand)
     return cut_graph.least_over_all_cuts(
         Bound(estimated_step_weights(setting.schedule, setting.widths)), step_s, (0.0, *MEMORY_PRICES)

@@ -10,7 +10,8 @@ schedule                every family of the generators with every policy; bidire
                         allowed.  Bidirectional schedules need equal workers, because each worker also holds the stages of another
 micro-batch             every divisor of the batch
 cut into S stages       every cut of the chain of units
-recomputation           per stage: none, layer by layer, or of the whole stage
+recomputation           per stage: none, of attention, layer by layer, block by block, or of the whole stage (but for the last
+                        stage: its backward pass directly follows its forward pass, so that the loss would be computed twice)
 ======================  ==========================================================================================================
 
 One worker (D = 1) is a plan without a pipeline.
@@ -18,11 +19,11 @@ One worker (D = 1) is a plan without a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .configuration import PipelineSchedule
 
-__all__ = ["MAX_PASSES", "schedules"]
+__all__ = ["MAX_PASSES", "recomputations_of_stage", "schedules"]
 
 #: Numbers of pipelines of bidirectional schedules.
 _NUM_PIPELINES = (2, 4)
@@ -31,6 +32,20 @@ _NUM_GROUPS = (2, 4)
 #: Largest number of passes of micro-batches through stages of a schedule, which limits the time of its simulation (the generators
 #: have the same limit).
 MAX_PASSES = 2**17
+
+
+def recomputations_of_stage(recomputations: Sequence[str], stage: int, num_stages: int) -> tuple[str, ...]:
+    """Return the ways of recomputation on offer for one of the stages.
+
+    Args:
+        recomputations: The ways of recomputation that are allowed at all.
+        stage: The stage.
+        num_stages: Number of stages.
+
+    >>> recomputations_of_stage(("none", "blocks", "stage"), 3, 4)
+    ('none', 'blocks')
+    """
+    return tuple(way for way in recomputations if way != "stage" or stage < num_stages - 1)
 
 
 def schedules(

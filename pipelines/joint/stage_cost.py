@@ -26,15 +26,19 @@ from autoddl.search.baselines import Baseline, baselines
 from autoddl.search.fronts import VectorEdge, VectorTable
 
 from .boundary import replicated_all_reduce_s
+from .configuration import recomputed_inside
 from .meshes import StageMesh
 from .partition import ENTRY, Chain, Shape, StageGraph
 
-__all__ = ["COMPONENTS", "Pricing", "Replicas", "StageTable", "StageTables"]
+__all__ = ["COMPONENTS", "MEMORY", "Pricing", "Replicas", "StageTable", "StageTables"]
 
 #: Components of a stage's vector: seconds of one forward pass and of one backward pass of a micro-batch, seconds of the gradient
-#: all-reduce per step, bytes of state, bytes that one micro-batch keeps for its backward pass.  Further components follow for each
-#: weight that is shared with another stage: the bytes of its gradient in this stage.
-COMPONENTS = ("forward", "backward", "gradient", "state", "kept")
+#: all-reduce and the optimizer step per step, bytes of state, bytes that one micro-batch keeps for its backward pass, bytes of the
+#: activations of the block that is recomputed.  Further components follow for each weight that is shared with another stage:
+#: the bytes of its gradient in this stage.
+COMPONENTS = ("forward", "backward", "gradient", "state", "kept", "recomputed")
+#: The components that add up to the resident bytes, each times a factor.
+MEMORY = slice(3, 6)
 
 
 @dataclass(frozen=True)
@@ -133,18 +137,18 @@ class StageTables:
         self.pricing = pricing or Pricing()
         self.devices = mesh.devices(cluster)
         self._graphs: dict[Shape, StageGraph] = {}
-        self._books: dict[tuple[Shape, bool], PriceBook] = {}
-        self._tables: dict[tuple[Shape, bool, int, int, Replicas], StageTable | None] = {}
+        self._books: dict[tuple[Shape, str], PriceBook] = {}
+        self._tables: dict[tuple[Shape, str, int, int, Replicas], StageTable | None] = {}
         self._all_reduce_s: dict[object, np.ndarray] = {}
         self._members: dict[int, tuple[Baseline, ...]] = {}
 
     @cached_property
     def _seed(self) -> PriceBook:
         """The price book whose prices all other books share."""
-        return self._make_book(self.graph(0, 1), False, None)
+        return self._make_book(self.graph(0, 1), "none", None)
 
-    def _make_book(self, stage: StageGraph, recompute_layers: bool, share_with: PriceBook | None) -> PriceBook:
-        workload = replace(self.workload, recompute=recompute_layers)
+    def _make_book(self, stage: StageGraph, recompute: str, share_with: PriceBook | None) -> PriceBook:
+        workload = replace(self.workload, recompute=recomputed_inside(recompute))
         offered = None
         if self.pricing.names:
             offered = frozenset(
@@ -171,50 +175,51 @@ class StageTables:
             self._graphs[shape] = self.chain.stage(first, stop)
         return self._graphs[shape]
 
-    def book(self, first: int, stop: int, recompute_layers: bool) -> PriceBook:
+    def book(self, first: int, stop: int, recompute: str) -> PriceBook:
         """The prices of a stage.
 
         Args:
             first, stop: The stage has the units ``first`` to ``stop - 1``.
-            recompute_layers: Whether its layers are recomputed one by one.
+            recompute: Way of recomputation, one of :data:`.configuration.RECOMPUTATIONS`.
 
         Raises:
             UserError: a layer has no strategy on these devices.
         """
-        key = (self.chain.shape(first, stop), recompute_layers)
+        key = (self.chain.shape(first, stop), recomputed_inside(recompute))
         if key not in self._books:
-            self._books[key] = self._make_book(self.graph(first, stop), recompute_layers, self._seed)
+            self._books[key] = self._make_book(self.graph(first, stop), recompute, self._seed)
         return self._books[key]
 
     def table(
-        self, first: int, stop: int, recompute_layers: bool, micro_batch: int, part: int, replicas: Replicas
+        self, first: int, stop: int, recompute: str, micro_batch: int, part: int, replicas: Replicas
     ) -> StageTable | None:
         """The cost table of a stage for one micro-batch; None if some layer has no strategy.
 
         Args:
-            first, stop, recompute_layers: As in :meth:`book`.
+            first, stop, recompute: As in :meth:`book`.
             micro_batch: Samples per micro-batch.
             part: Samples of the smallest pass, which strategies must divide.
             replicas: Workers that hold the stage.
         """
-        key = (self.chain.shape(first, stop), recompute_layers, micro_batch, part, replicas)
+        key = (self.chain.shape(first, stop), recomputed_inside(recompute), micro_batch, part, replicas)
         if key not in self._tables:
-            self._tables[key] = self._make_table(first, stop, recompute_layers, micro_batch, part, replicas)
+            self._tables[key] = self._make_table(first, stop, recompute, micro_batch, part, replicas)
         return self._tables[key]
 
     def _make_table(
-        self, first: int, stop: int, recompute_layers: bool, micro_batch: int, part: int, replicas: Replicas
+        self, first: int, stop: int, recompute: str, micro_batch: int, part: int, replicas: Replicas
     ) -> StageTable | None:
         stage = self.graph(first, stop)
         try:
-            phases = self.book(first, stop, recompute_layers).phases(micro_batch, self.pricing.objective, part)
+            phases = self.book(first, stop, recompute).phases(micro_batch, self.pricing.objective, part)
         except UserError:
             return None
         # The vectors of all options.  The entry stands for the tensor that arrives: it costs nothing and keeps nothing.
         gradient = phases.gradient
         if replicas.count > 1:
             gradient = tuple(self.replicated(stage, variable, replicas) for variable in phases.variables)
-        components = zip(phases.forward, phases.backward, gradient, phases.state, phases.kept)
+        once = tuple(reduce_s + update_s for reduce_s, update_s in zip(gradient, phases.update))
+        components = zip(phases.forward, phases.backward, once, phases.state, phases.kept, phases.recomputed)
         shared_bytes = [self._shared_bytes(stage, variable) for variable in phases.variables]
         factors = [0.0 if variable.layers == (ENTRY,) else 1.0 for variable in phases.variables]
         sums = tuple(
@@ -281,4 +286,4 @@ class StageTables:
 def gradient_bytes(layer: Layer, strategies: Iterable[Strategy], workload: Workload) -> np.ndarray:
     """Return the bytes of a layer's gradients on one device for each strategy; shape (strategies,)."""
     parts = np.array([s.num_devices if s.summa else s.p1 * s.p2 for s in strategies], dtype=float)
-    return np.asarray(layer.num_parameters / parts * workload.itemsize)
+    return np.asarray(layer.num_parameters / parts * workload.gradient_itemsize)

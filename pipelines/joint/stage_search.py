@@ -12,8 +12,10 @@ stage's *front*.  *Filters* restrict the front to the rows that may be part of a
 
 **Memory.**  A stage with K micro-batches in flight and v versions of its weights needs
 
-    state + (v - 1) weights + K kept + buffer,           or with recomputation of the stage
+    state + (v - 1) weights + K kept + recomputed + buffer,           or with recomputation of the stage
     state + (v - 1) weights + K input + kept + buffer
+
+where the activations of one block are *recomputed*, if blocks are recomputed one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, Vector
 
 from .meshes import StageMesh
 from .partition import Chain
-from .stage_cost import Pricing, Replicas, StageTable, StageTables
+from .stage_cost import MEMORY, Pricing, Replicas, StageTable, StageTables
 from .unit_bounds import UnitBounds
 
 __all__ = [
@@ -206,9 +208,7 @@ class StageSearch:
 
     def table(self, first: int, stop: int, recompute: str, passes: Passes) -> StageTable | None:
         """The table of a stage; None if some layer has no strategy for these passes."""
-        return self.tables.table(
-            first, stop, recompute == "layers", passes.micro_batch, passes.smallest_pass, passes.replicas
-        )
+        return self.tables.table(first, stop, recompute, passes.micro_batch, passes.smallest_pass, passes.replicas)
 
     def memory_of(
         self, first: int, stop: int, recompute: str, passes: Passes, demand: StageDemand
@@ -216,12 +216,12 @@ class StageSearch:
         """The resident bytes as a linear function (see the module's docstring).
 
         Returns:
-            counts, constant: resident bytes = counts . (state, kept) + constant.
+            counts, constant: resident bytes = counts . (state, kept, recomputed) + constant.
         """
         num_kept, constant = demand.in_flight, 0.0
         if recompute == "stage":
             num_kept, constant = 1.0, demand.in_flight * self.tables.input_bytes(first, stop, passes.micro_batch)
-        return np.array([1 + (demand.versions - 1) * self.weights_per_state, num_kept]), constant
+        return np.array([1 + (demand.versions - 1) * self.weights_per_state, num_kept, 1.0]), constant
 
     def rows(
         self,
@@ -345,7 +345,7 @@ class StageSearch:
     ) -> StageFront | None:
         recompute_weights = weights[:, 2:3] if recompute == "stage" else 0.0
         table_weights = np.zeros((len(weights), stage_table.table.num_components))
-        table_weights[:, :5] = np.hstack(
+        table_weights[:, : MEMORY.stop] = np.hstack(
             [weights[:, :1] + recompute_weights, weights[:, [1, 3]], weights[:, 4:] * counts]
         )
         try:
@@ -356,7 +356,7 @@ class StageSearch:
             return None
         choices = np.unique(choices, axis=0)
         sums, sizes = stage_table.table.evaluate(choices)
-        sums = np.column_stack([sums[:, :3], sums[:, 3:5] @ counts, sums[:, 5:]])
+        sums = np.column_stack([sums[:, :3], sums[:, MEMORY] @ counts, sums[:, MEMORY.stop :]])
         return _stage_front(stage_table, recompute, choices, sums, sizes, constant)
 
     def _least_choices(self, stage_table: StageTable, weights: np.ndarray) -> np.ndarray:
@@ -397,7 +397,7 @@ class StageSearch:
             table = stage_table.table
             forward_weight = weights[0] + (weights[2] if recompute == "stage" else 0.0)
             time_weights = np.array([forward_weight, weights[1], weights[3]])
-            sums = tuple(np.column_stack([s[:, :3] @ time_weights, s[:, 3:5] @ counts]) for s in table.sums)
+            sums = tuple(np.column_stack([s[:, :3] @ time_weights, s[:, MEMORY] @ counts]) for s in table.sums)
             edges = []
             for edge in table.edges:
                 (_, forward), (_, backward) = edge.parts
@@ -413,7 +413,7 @@ class StageSearch:
         key = (id(stage_table), has_sides, *counts.tolist())
         if key not in self._derived:
             table = stage_table.table
-            sums = tuple(np.column_stack([s[:, :3], s[:, 3:5] @ counts, s[:, 5:]]) for s in table.sums)
+            sums = tuple(np.column_stack([s[:, :3], s[:, MEMORY] @ counts, s[:, MEMORY.stop :]]) for s in table.sums)
             self._derived[key] = VectorTable(sums, table.sizes, table.edges, table.keys if has_sides else ())
         return self._derived[key]
 

@@ -96,26 +96,26 @@ class UnitBounds:
         self.chain, self.tables = chain, tables
         self._first_units = [chain.kinds.index(kind) for kind in range(max(chain.kinds) + 1)]
         self._kinds = np.array(chain.kinds)
-        self._options: dict[tuple[bool, Replicas], _Options | None] = {}
-        self._micro_batch_options: dict[tuple[bool, Replicas, int, int], _MicroBatchOptions | None] = {}
+        self._options: dict[tuple[str, Replicas], _Options | None] = {}
+        self._micro_batch_options: dict[tuple[str, Replicas, int, int], _MicroBatchOptions | None] = {}
 
-    def _options_of(self, recompute_layers: bool, replicas: Replicas) -> _Options | None:
+    def _options_of(self, recompute: str, replicas: Replicas) -> _Options | None:
         """Return the options for any micro-batch size; None if some layer has no strategy on so many devices."""
-        key = (recompute_layers, replicas)
+        key = (recompute, replicas)
         if key not in self._options:
             try:
-                self._options[key] = self._collect_options(recompute_layers, replicas)
+                self._options[key] = self._collect_options(recompute, replicas)
             except UserError:
                 self._options[key] = None
         return self._options[key]
 
-    def _collect_options(self, recompute_layers: bool, replicas: Replicas) -> _Options:
+    def _collect_options(self, recompute: str, replicas: Replicas) -> _Options:
         fixed: list[np.ndarray] = []
         slope: list[np.ndarray] = []
         slices: list[np.ndarray] = []
         first_of_kind: list[int] = []
         for unit in self._first_units:
-            book = self.tables.book(unit, unit + 1, recompute_layers)
+            book = self.tables.book(unit, unit + 1, recompute)
             stage = self.tables.graph(unit, unit + 1)
             first_of_kind.append(len(fixed))
             for variable, each in zip(book.variables, book.coefficients(self.tables.pricing.objective)):
@@ -123,8 +123,10 @@ class UnitBounds:
                     continue
                 none = np.zeros(len(each.state))
                 gradient = each.gradient if replicas.count == 1 else self.tables.replicated(stage, variable, replicas)
-                fixed.append(np.stack([each.forward[0], each.backward[0], gradient, each.state, none]))
-                slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept]))
+                once = gradient + each.update
+                # A stage recomputes one of its blocks at a time, so that the units of a stage do not add up their activations.
+                fixed.append(np.stack([each.forward[0], each.backward[0], once, each.state, none, none]))
+                slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept, none]))
                 slices.append(each.option_set.p0)
         # Drop options that another option of the layer with as many slices dominates in both parts: it does so for every
         # micro-batch size.  Options with negative or infinite coefficients are not compared.
@@ -146,12 +148,12 @@ class UnitBounds:
         )
 
     def least(
-        self, recompute_layers: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
+        self, recompute: str, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
     ) -> np.ndarray | None:
         """Return the least weighted sum of each unit's vector, for each weight.
 
         Args:
-            recompute_layers: Whether every layer is recomputed by itself.
+            recompute: What the passes recompute (:func:`.configuration.recomputed_inside`).
             replicas: The workers that hold the stage's weights.
             micro_batch: Samples of a micro-batch.
             part: Samples of the smallest pass, which strategies must divide.
@@ -160,7 +162,7 @@ class UnitBounds:
         Returns:
             Shape (weights, units); None if some layer has no strategy that divides ``part`` samples.
         """
-        options = self._options_at(recompute_layers, replicas, micro_batch, part)
+        options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
         of_layers = np.minimum.reduceat(weights @ options.vectors, options.first_of_layer, axis=1)
@@ -168,14 +170,14 @@ class UnitBounds:
         return np.asarray(of_kinds[:, self._kinds])
 
     def least_vectors(
-        self, recompute_layers: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
+        self, recompute: str, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
     ) -> np.ndarray | None:
         """Return a vector of each unit that has the least weighted sum, for each weight; arguments as :meth:`least`.
 
         Returns:
             Shape (weights, units, components); None if some layer has no strategy that divides ``part`` samples.
         """
-        options = self._options_at(recompute_layers, replicas, micro_batch, part)
+        options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
         values = weights @ options.vectors
@@ -186,11 +188,9 @@ class UnitBounds:
         of_kinds = np.add.reduceat(options.vectors[:, chosen], options.first_of_kind, axis=2)
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
 
-    def _options_at(
-        self, recompute_layers: bool, replicas: Replicas, micro_batch: int, part: int
-    ) -> _MicroBatchOptions | None:
-        key = (recompute_layers, replicas, micro_batch, part)
+    def _options_at(self, recompute: str, replicas: Replicas, micro_batch: int, part: int) -> _MicroBatchOptions | None:
+        key = (recompute, replicas, micro_batch, part)
         if key not in self._micro_batch_options:
-            options = self._options_of(recompute_layers, replicas)
+            options = self._options_of(recompute, replicas)
             self._micro_batch_options[key] = None if options is None else options.for_micro_batch(micro_batch, part)
         return self._micro_batch_options[key]

@@ -98,7 +98,7 @@ def test_a_micro_batch_is_not_excluded_by_one_that_it_does_not_divide():
     limit = max(limits[6], limits[4])
     assert limit < limits[12]
     planned = make_plan(
-        LONG, SMALL, Options(batch=12, memory_limit_bytes=limit, objective="communication", recompute=False)
+        LONG, SMALL, Options(batch=12, memory_limit_bytes=limit, objective="communication", recompute="none")
     )
     assert planned.workload.micro_batch == 4
     settled = {candidate.micro_batch for candidate in planned.candidates}
@@ -123,7 +123,7 @@ def test_bounds_are_inherited_where_prices_only_grow(may_shrink):
     sweep = object.__new__(Sweep)
     sweep.free, sweep.books = {(24, False): 10.0}, SimpleNamespace(may_shrink=may_shrink)
     assert sweep._free_bound(Workload(24, 12)) == (-inf if may_shrink else 10.0)
-    assert sweep._free_bound(Workload(24, 24, recompute=True)) == 10.0
+    assert sweep._free_bound(Workload(24, 24, recompute="layers")) == 10.0
     assert sweep._free_bound(Workload(48, 48)) == -inf
 
 
@@ -252,7 +252,7 @@ def test_perceptron_of_the_paper_on_128_devices():
             mlp([32768, 16384, 4096, 2048, 512]),
             cluster,
             Options(
-                batch=1024, micro_batch=1024, method=method, objective="communication", recompute=False, summa=False
+                batch=1024, micro_batch=1024, method=method, objective="communication", recompute="none", summa=False
             ),
             with_baselines=False,
         )
@@ -268,7 +268,7 @@ def test_gpt3_untied_on_1024_devices_is_solved_and_proven():
     planned = make_plan(
         resolve_model("gpt3-175b"),
         load_cluster("dgx-a100").resized(128, 8),
-        Options(batch=1024, micro_batch=32, recompute=False, untied=True, memory_limit_bytes=40 * 2**30),
+        Options(batch=1024, micro_batch=32, recompute="none", untied=True, memory_limit_bytes=40 * 2**30),
     )
     assert planned.optimal and planned.gap == 0
     assert planned.assessment.memory_bytes <= 40 * 2**30

@@ -186,7 +186,7 @@ def layer_steps(
         strategies = strategies_of(graph, stages, number)
         for layer in plan.layers(graph):
             strategy, producers = strategies[layer.name], graph.inputs(layer.name)
-            work = layer_work(layer, strategy, workload, rows, not producers)
+            work = layer_work(layer, strategy, workload, rows, graph.place(layer.name))
             moves = [
                 step
                 for name in producers

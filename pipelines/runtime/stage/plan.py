@@ -32,14 +32,14 @@ class StagePlan:
 
     Attributes:
         strategies: Strategies of the stage's layers, by layer name. All of them use the same number of devices.
-        recompute: Whether each layer saves only its evenly split input and repeats its forward pass before its backward pass.
+        recompute: What the backward pass of the stage recomputes, one of :data:`autoddl.costmodel.workload.RECOMPUTATIONS`.
             (A schedule can recompute whole stages instead, of which only the input is saved.)
         entry: Layout in which the stage receives the output of the previous stage, given as a strategy. None: the layout of the
             stage's first layer that reads this output.
     """
 
     strategies: Mapping[str, Strategy]
-    recompute: bool = False
+    recompute: str = "none"
     entry: Strategy | None = None
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layerwork import is_recomputed_alone
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
@@ -93,7 +94,7 @@ class Stage:
 
     def _ready(self, layer: Layer) -> ReadyLayer:
         strategy, graph = self._strategies[layer.name], self._model.graph
-        recompute = self._recompute and kind_of(layer.kind).is_recomputed
+        recompute = is_recomputed_alone(kind_of(layer.kind), graph.place(layer.name), self._recompute)
         setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, recompute)
         check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
