@@ -150,8 +150,10 @@ def _assess_layer(
     forward_s, backward_s, update_s = (cluster.local_time(local, workload.precision) for local in works)
     arriving, repeated = redistributions
     backward_steps = (*repeated, *work.backward, *(step.adjoint() for step in arriving))
-    forward = sum(cluster.time(step) for step in (*arriving, *work.forward))
-    backward = sum(cluster.time(step) for step in backward_steps)
+    exposed = cluster.exposed_part(work)
+    forward = sum(cluster.time(step) for step in arriving) + exposed * sum(cluster.time(step) for step in work.forward)
+    moving = sum(cluster.time(step) for step in (*repeated, *(step.adjoint() for step in arriving)))
+    backward = moving + exposed * sum(cluster.time(step) for step in work.backward)
     gradient = sum(cluster.time(step) for step in work.gradient)
     num = workload.num_micro_batches
     per_micro_batch = sum(s.sent_bytes for s in (*arriving, *work.forward, *backward_steps))

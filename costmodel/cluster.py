@@ -21,6 +21,9 @@ card) is divided by the number of devices of the node.
 - *crowding*: increments of alpha and beta (for compute, of a factor) if ranks share the ``cores_per_node`` cores of a node.  They
   are multiplied by ``excess`` = max(0, devices_per_node / cores_per_node - 1).
 
+**Overlap.**  A cluster file may have the part of the communication of linear layers that is hidden under their products
+(``hidden_communication``), as measured with an executor that overlaps them.
+
 A cluster is a JSON file.  Every number has a unit and a source (datasheet, paper, measured).
 """
 
@@ -31,7 +34,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .calibration import Calibration, calibration_from_fields, interval_of
 from .collectives import Collective, Step
@@ -43,6 +46,9 @@ from .precision import PRECISIONS, RATES, precision_of
 from .reading import is_whole, shown_path
 from .suggestions import did_you_mean
 from .units import to_si
+
+if TYPE_CHECKING:
+    from .layerwork import LayerWork
 
 __all__ = ["Cluster", "Device", "Link", "load_cluster", "preset_names"]
 
@@ -198,6 +204,7 @@ class Cluster:
         links: (inter-node, intra-node).
         document: the JSON document that the cluster was read from.
         cores_per_node: cores that the ranks of a node share; None if devices are not ranks on cores.
+        hidden_part: part of the communication of linear layers that runs under their products, where an executor overlaps them.
         calibration: the record of the measurements; None if nothing was measured.
 
     >>> cluster = load_cluster("dgx-a100").resized(num_nodes=2, devices_per_node=8)
@@ -212,6 +219,7 @@ class Cluster:
     links: tuple[Link, Link]
     document: dict[str, Any] = field(repr=False, compare=False, hash=False)
     cores_per_node: int | None = None
+    hidden_part: float = 0.0
     calibration: Calibration | None = field(default=None, repr=False, compare=False, hash=False)
 
     @property
@@ -284,6 +292,10 @@ class Cluster:
         """Seconds of an element-wise kernel that reads and writes ``nbytes`` in total, in any precision."""
         return self.local_time(elementwise(nbytes), self.default_precision)
 
+    def exposed_part(self, work: LayerWork) -> float:
+        """The part of the communication of a layer's passes that does not run under its products."""
+        return 1.0 - self.hidden_part if work.overlaps else 1.0
+
     @property
     def hash(self) -> str:
         """Hash of size, links and device, without descriptions; a plan records it."""
@@ -297,7 +309,7 @@ class Cluster:
                     self.device.peak_flops,
                     self.device.efficiency,
                     self.device.launch_s,
-                    *_optional_figures(self.device),
+                    *_optional_figures(self),
                 ],
             }
         )
@@ -342,9 +354,10 @@ def excess(devices_per_node: int, cores_per_node: int | None) -> float:
     return 0.0 if cores_per_node is None else max(0.0, devices_per_node / cores_per_node - 1.0)
 
 
-def _optional_figures(device: Device) -> list[Any]:
-    """The figures of a device that a cluster file may leave out, if it has any: so files without them keep their hash."""
-    figures = [device.core_efficiency, device.half_speed, device.framework_bytes]
+def _optional_figures(cluster: Cluster) -> list[Any]:
+    """The figures that a cluster file may leave out, if it has any: so files without them keep their hash."""
+    device = cluster.device
+    figures = [device.core_efficiency, device.half_speed, device.framework_bytes, cluster.hidden_part]
     return figures if any(figures) else []
 
 
@@ -507,6 +520,7 @@ def from_document(value: Any, where: str) -> Cluster:
         ),
         document=value,
         cores_per_node=cores,
+        hidden_part=_quantity(fields, "hidden_communication", "ratio") if "hidden_communication" in fields else 0.0,
         calibration=calibration_from_fields(fields.object("calibration")) if "calibration" in fields else None,
     )
     links.finish()

@@ -58,6 +58,7 @@ class LayerWork:
         recomputed_bytes: bytes of activations that exist while one block is recomputed, divided by the number of blocks: so the
             sum over all layers is that of one block.
         buffer_bytes: bytes that exist only while the layer runs.
+        overlaps: whether the communication of the passes runs under the products of the layer.
     """
 
     forward: tuple[Step, ...]
@@ -71,6 +72,7 @@ class LayerWork:
     kept_bytes: Number
     recomputed_bytes: Number
     buffer_bytes: Number
+    overlaps: bool = False
 
 
 def layer_work(
@@ -106,6 +108,7 @@ def layer_work(
     passes = _passes(kind, quantities, body, place)
     return LayerWork(
         **passes,
+        overlaps=workload.overlap == "all" and kind.is_matmul,
         gradient=gradient,
         forward=body.forward,
         forward_work=body.forward_work,

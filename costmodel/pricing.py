@@ -537,8 +537,8 @@ def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
     for group in group_strategies(strategies, cluster.size_dependent_levels):
         work = layer_work(layer, group, book.workload, VARIABLE, place)
         times = (
-            communication_time(cluster, work.forward),
-            communication_time(cluster, work.backward),
+            cluster.exposed_part(work) * communication_time(cluster, work.forward),
+            cluster.exposed_part(work) * communication_time(cluster, work.backward),
             cluster.local_time(work.forward_work, precision),
             cluster.local_time(work.backward_work, precision),
         )

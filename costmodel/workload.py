@@ -30,7 +30,16 @@ from .limits import MAX_BATCH
 from .nearest import divisors, nearest_that_work
 from .precision import Precision, precision_of
 
-__all__ = ["ACTIVATIONS", "ATTENTIONS", "GRADIENTS", "OPTIMIZERS", "RECOMPUTATIONS", "Workload"]
+__all__ = [
+    "ACTIVATIONS",
+    "ATTENTIONS",
+    "GRADIENTS",
+    "NUM_BUCKETS",
+    "OPTIMIZERS",
+    "OVERLAPS",
+    "RECOMPUTATIONS",
+    "Workload",
+]
 
 #: Number of states, of the master type, that each optimizer has per trained element.
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -54,6 +63,13 @@ GRADIENTS = ("compute", "master")
 ACTIVATIONS = ("kept", "regathered", "copied")
 
 
+#: Which communication runs beside computation.  ``gradients``: all-reduces of gradients, in buckets, under the backward pass of the
+#: last micro-batch.  ``all``: also the communication of linear layers, under their products.
+OVERLAPS = ("none", "gradients", "all")
+#: Number of buckets of gradients, if their all-reduces overlap the backward pass.
+NUM_BUCKETS = 8
+
+
 @dataclass(frozen=True)
 class Workload:
     """The workload of one training step.
@@ -69,6 +85,7 @@ class Workload:
         gradients: one of :data:`GRADIENTS`.
         zero: 1 if optimizer states are divided among the devices that hold the same parameters (ZeRO, stage 1), else 0.
         activations: one of :data:`ACTIVATIONS`.
+        overlap: one of :data:`OVERLAPS`.
 
     Raises:
         UserError: a value is out of range, or the micro-batch does not divide the batch.
@@ -87,6 +104,7 @@ class Workload:
     gradients: str = "compute"
     zero: int = 0
     activations: str = "kept"
+    overlap: str = "none"
 
     def __post_init__(self) -> None:
         for name, value in (("batch", self.batch), ("micro-batch", self.micro_batch)):
@@ -122,6 +140,11 @@ class Workload:
     def gradient_itemsize(self) -> int:
         """Bytes of one element of a gradient that is accumulated and summed over devices."""
         return self.types.master_itemsize if self.gradients == "master" else self.types.communication_itemsize
+
+    @property
+    def exposed_gradient_part(self) -> float:
+        """The least part of an all-reduce of gradients that does not run beside the backward pass: that of the last bucket."""
+        return 1.0 if self.overlap == "none" else 1 / NUM_BUCKETS
 
     @property
     def optimizer_bytes_per_parameter(self) -> int:
@@ -162,7 +185,7 @@ class Workload:
         """
         batch, micro_batch = fields.integer("batch", 1), fields.integer("micro_batch", 1)
         words = {name: fields.text(name) for name in ("precision", "optimizer", "recompute")}
-        words.update({name: fields.text(name) for name in ("attention", "gradients", "activations") if name in fields})
+        words.update({name: fields.text(name) for name in _OPTIONAL if name in fields and name != "zero"})
         zero = fields.integer("zero", 0) if "zero" in fields else 0
         fields.finish()
         try:
@@ -179,6 +202,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "gradients": GRADIENTS,
     "zero": (0, 1),
     "activations": ACTIVATIONS,
+    "overlap": OVERLAPS,
 }
 #: Attributes that documents leave out if they have the default.
-_OPTIONAL = ("attention", "gradients", "zero", "activations")
+_OPTIONAL = ("attention", "gradients", "zero", "activations", "overlap")

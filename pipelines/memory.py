@@ -26,6 +26,7 @@ __all__ = [
     "peak_stashed_inputs",
     "peak_weight_copies",
     "peak_weight_versions",
+    "stashed_inputs_alive",
     "version_lifetimes",
     "weight_versions",
 ]
@@ -75,12 +76,17 @@ def peak_activations(schedule: Schedule, per_stage: Sequence[float] | None = Non
 
 def peak_stashed_inputs(schedule: Schedule, per_stage: Sequence[float] | None = None) -> tuple[float, ...]:
     """Per worker, the peak of the stage inputs kept for recomputation (0 without); arguments as of :func:`activations_alive`."""
+    return _peaks(stashed_inputs_alive(schedule, per_stage))
+
+
+def stashed_inputs_alive(schedule: Schedule, per_stage: Sequence[float] | None = None) -> tuple[np.ndarray, ...]:
+    """Per worker, aligned with its list, the stage inputs kept for recomputation; arguments as of :func:`activations_alive`."""
     table = tabulate(schedule)
     recomputes = _recomputing_stages(schedule, table)[table.stage]
     size = table.num_slots / table.slots_per_micro_batch
     kept = np.where((table.kind == Kind.FORWARD) & recomputes, size, 0.0)
     freed = np.where(_frees(table) & recomputes, size, 0.0)
-    return _peaks(_alive(table, kept, freed, per_stage))
+    return _alive(table, kept, freed, per_stage)
 
 
 def peak_weight_versions(schedule: Schedule) -> tuple[int, ...]:

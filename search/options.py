@@ -49,7 +49,7 @@ class Options:
         optimizer: ``sgd``, ``momentum`` or ``adam``.
         recompute: what to recompute (:data:`autoddl.costmodel.workload.RECOMPUTATIONS`); True for any recomputation, False for
             none, None to choose it.
-        attention, gradients, zero, activations: as in :class:`autoddl.costmodel.workload.Workload`.
+        attention, gradients, zero, activations, overlap: as in :class:`autoddl.costmodel.workload.Workload`.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
         executor: what executes the plan, one of ``autoddl.costmodel.graph_meshes.EXECUTORS``.
@@ -71,6 +71,7 @@ class Options:
     gradients: str = "compute"
     zero: int = 0
     activations: str = "kept"
+    overlap: str = "none"
     untied: bool = False
     summa: bool = True
     executor: str = EAGER
@@ -152,6 +153,7 @@ def base_workload(cluster: Cluster, options: Options, recompute: str = "none") -
         options.gradients,
         options.zero,
         options.activations,
+        options.overlap,
     )
 
 

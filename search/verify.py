@@ -122,7 +122,7 @@ def _cost_of(
 ) -> Any:
     """Cost of one layer per training step [s], without redistributions; for a group of strategies an array."""
     work = layer_work(graph[name], strategy, workload, workload.micro_batch, graph.place(name))
-    communication = sum(cluster.time(step) for step in (*work.forward, *work.backward))
+    communication = cluster.exposed_part(work) * sum(cluster.time(step) for step in (*work.forward, *work.backward))
     per_step = sum(cluster.time(step) for step in work.gradient)
     if objective != "communication":
         works = work.forward_work, work.backward_work

@@ -46,6 +46,8 @@ class PlanningOptions(TypedDict, total=False):
         zero: 1 to divide optimizer states among the devices that hold the same parameters.
         activations: Between layers: ``kept`` (split, and gathered inputs are kept for the backward pass), ``regathered`` (gathered
             again) or ``copied`` (every device has all features).
+        overlap: ``none``, ``gradients`` (all-reduces of gradients run beside the backward pass) or ``all`` (also the
+            communication of linear layers, under their products).
         memory_limit_bytes: Memory limit per device; by default the device's memory without the framework's share.
         objective: The time to minimize: ``step`` (the whole training step) or ``communication``.
         untied: Choose a strategy for every repetition of a block separately, instead of one strategy for all repetitions.
@@ -77,6 +79,7 @@ class PlanningOptions(TypedDict, total=False):
     gradients: str
     zero: int
     activations: str
+    overlap: str
     memory_limit_bytes: float | None
     objective: str
     untied: bool

@@ -14,7 +14,7 @@ from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.precision import PRECISIONS
 from autoddl.costmodel.reading import parse_figure
 from autoddl.costmodel.units import to_si
-from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS, RECOMPUTATIONS
+from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS, OVERLAPS, RECOMPUTATIONS
 from autoddl.search import METHODS
 
 from ..api import inputs
@@ -131,6 +131,13 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         help="between layers: split, with gathered inputs kept or gathered again for the backward pass; or copied "
         "(default: %(default)s)",
     )
+    group.add_argument(
+        "--overlap",
+        choices=OVERLAPS,
+        default="none",
+        help="communication beside computation: all-reduces of gradients in the backward pass, or also the communication of "
+        "linear layers under their products (default: %(default)s)",
+    )
     add_memory_limit(group, "the device's memory without the framework's share")
 
 
@@ -241,6 +248,7 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "gradients": arguments.gradients,
         "zero": arguments.zero,
         "activations": arguments.activations,
+        "overlap": arguments.overlap,
         "untied": arguments.untied,
         "summa": arguments.summa,
         "executor": arguments.executor,

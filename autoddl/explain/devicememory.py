@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.units import format_ranges
 from autoddl.costmodel.workload import OPTIMIZERS, Workload
-from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.evaluation import Evaluation, WorkerMemory
 
 __all__ = ["DeviceMemory", "device_memory"]
 
@@ -48,45 +48,26 @@ def device_memory(evaluation: Evaluation) -> tuple[DeviceMemory, ...]:
     [('each device', 8, True)]
     """
     schedule, workload = evaluation.schedule, evaluation.configuration.workload
-    workers_by_use: dict[tuple[tuple[int, ...], tuple[float, float, float, float]], list[int]] = {}
-    for worker in range(schedule.num_workers):
+    workers_by_use: dict[tuple[tuple[int, ...], WorkerMemory], list[int]] = {}
+    for worker, memory in enumerate(evaluation.worker_memory):
         stages = tuple(sorted({stage for _, stage in schedule.stages_on(worker)}))
-        workers_by_use.setdefault((stages, _worker_memory(evaluation, worker)), []).append(worker)
+        workers_by_use.setdefault((stages, memory), []).append(worker)
     rows = []
-    for (stages, (state, weights, activations, buffer)), workers in workers_by_use.items():
+    for (stages, memory), workers in workers_by_use.items():
         title = f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}"
-        parameters, gradients, optimizer = _split_state(state, weights, workload)
+        parameters, gradients, optimizer = _split_state(memory.state_bytes, memory.weight_bytes, workload)
         rows.append(
             DeviceMemory(
                 title=title if len(evaluation.stages) > 1 else "each device",
                 num_devices=sum(schedule.widths[worker] for worker in workers),
-                parameters=parameters,
+                parameters=parameters + memory.older_weight_bytes,
                 gradients=gradients,
                 optimizer=optimizer,
-                activations=activations,
-                buffer=buffer,
+                activations=memory.activation_bytes,
+                buffer=memory.buffer_bytes,
             )
         )
     return tuple(rows)
-
-
-def _worker_memory(evaluation: Evaluation, worker: int) -> tuple[float, float, float, float]:
-    """State, parameters, activations and buffer of a device of the worker [bytes]; older versions of weights count as state."""
-    stages_on_worker = evaluation.schedule.stages_on(worker)
-    state = sum(evaluation.stages[stage].state_bytes for _, stage in stages_on_worker)
-    buffer = max(evaluation.stages[stage].buffer_bytes for _, stage in stages_on_worker)
-    activations = 0.0
-    for pipeline, stage in stages_on_worker:
-        figures = evaluation.stages[stage]
-        replicas = [(replica.pipeline, replica.worker) for replica in evaluation.schedule.replicas_of(stage)]
-        num_in_flight = evaluation.in_flight[stage][replicas.index((pipeline, worker))]
-        if figures.recompute_s:
-            activations += num_in_flight * figures.input_bytes + figures.kept_bytes
-        else:
-            activations += num_in_flight * figures.kept_bytes + figures.recomputed_bytes
-    older_versions = max(0.0, evaluation.worker_memory_bytes[worker] - state - activations - buffer)
-    parameters = sum(evaluation.stages[stage].weight_bytes for _, stage in stages_on_worker)
-    return state + older_versions, parameters, activations, buffer
 
 
 def _split_state(state: float, parameters: float, workload: Workload) -> tuple[float, float, float]:

@@ -84,6 +84,7 @@ class ResourceBook:
         workload = self.workload
         work = layer_work(layer, strategy, workload, workload.micro_batch, self.graph.place(layer.name))
         passes = np.stack([self._on_links(steps) for steps in (work.forward, work.backward, work.gradient)])
+        passes[:2] *= self.cluster.exposed_part(work)
         for row, local in zip(passes, (work.forward_work, work.backward_work, work.update_work)):
             row[: len(LOCAL)] = self.cluster.local_times(local, workload.precision)
         return passes

@@ -78,8 +78,10 @@ def _fused(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
     heads = quantities.samples * layer.attributes["heads"] / quantities.devices
     flops = heads * (4.0 * pairs_of(layer) * layer.attributes["head_dim"])
     nbytes = quantities.input_bytes + quantities.output_bytes
-    logarithms = heads * (layer.rows * quantities.statistic_bytes)
-    return attention_core(flops, nbytes), attention_core(2.5 * flops, 2 * nbytes), logarithms
+    kept = heads * (layer.rows * quantities.statistic_bytes)
+    if quantities.workload.types.rate == "fp8":
+        kept = kept + quantities.output_bytes  # the next layer keeps a rounded copy only
+    return attention_core(flops, nbytes), attention_core(2.5 * flops, 2 * nbytes), kept
 
 
 def _dense(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:

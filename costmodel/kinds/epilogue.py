@@ -32,7 +32,11 @@ def kept_by_epilogue(epilogue: Iterable[str], elements: int) -> int:
 
     An operation that is not in `KEPT_PER_ELEMENT` keeps one element for each element of its result.
 
-    >>> kept_by_epilogue(["gelu", "dropout"], 1024)
-    1280
+    >>> kept_by_epilogue(["gelu", "dropout"], 1024), kept_by_epilogue(["silu", "mul"], 1024)
+    (1280, 2048)
     """
-    return math.ceil(sum(KEPT_PER_ELEMENT.get(operation, 1) for operation in epilogue) * elements)
+    operations = list(epilogue)
+    kept = sum(KEPT_PER_ELEMENT.get(operation, 1) for operation in operations)
+    # The activation of a gate is computed again from the gate, which the gate's product keeps: gate and factor are kept alone.
+    gates = (before for before, after in zip(operations, operations[1:]) if after in GATES)
+    return math.ceil((kept - sum(KEPT_PER_ELEMENT.get(operation, 1) for operation in gates)) * elements)

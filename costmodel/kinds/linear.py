@@ -19,6 +19,9 @@ pass and twice as many in the backward pass, one product each for the gradients 
 **Summa**, mesh r x c: each of the three products O = I W, dI = dO W', dW = I' dO communicates two operands along rows or
 columns, in rank-k steps with the total volume of an all-gather or reduce-scatter.  Weights are communicated for every
 micro-batch.
+
+**FP8.**  The factors of the products are rounded to 8 bits: the input in the forward pass, the output's gradient in the
+backward pass. The rounded input is kept for the backward pass, in place of the input.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from typing import TYPE_CHECKING
 
 from ..collectives import gather_steps, scatter_steps
 from ..layer import Layer, Parameter
+from ..localwork import LocalWork, elementwise
 from ..sbp import Broadcast, PartialSum, Split
 from .epilogue import GATES, kept_by_epilogue
-from .kind import Body, LayerKind, LayerQuantities, Splitting, States
+from .kind import Body, LayerKind, LayerQuantities, Number, Splitting, States
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -92,14 +96,30 @@ def _product(quantities: LayerQuantities, is_first: bool) -> Body:
     return Body(
         forward=(*gather, *scatter),
         backward=(*(gather if gathers_again else ()), *gather_gradient, *scatter_gradient),
-        forward_work=product + after,
-        backward_work=(1 if is_first else 2) * product + after_backward,
+        forward_work=product + _rounding(quantities, input_bytes) + after,
+        backward_work=(1 if is_first else 2) * product + _rounding(quantities, output_bytes) + after_backward,
         # The gathered input is kept, unless the backward pass gathers it again.
-        kept_bytes=(input_bytes / quantities.p1 if gathers_again else input_bytes) + kept_bytes,
+        kept_bytes=(input_bytes / quantities.p1 if gathers_again else input_bytes) * _kept_part(quantities)
+        + kept_bytes,
         buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
         # The backward pass needs the product itself only if the epilogue keeps it.
         forward_steps_to_repeat=None if quantities.layer.kept_elements else gather,
     )
+
+
+def _rounds(quantities: LayerQuantities) -> bool:
+    """Whether the factors of products are rounded to 8 bits."""
+    return quantities.workload.types.rate == "fp8"
+
+
+def _kept_part(quantities: LayerQuantities) -> float:
+    """The part of an input that is kept for the backward pass: the factor as it was rounded."""
+    return 1 / quantities.itemsize if _rounds(quantities) else 1.0
+
+
+def _rounding(quantities: LayerQuantities, nbytes: Number) -> LocalWork:
+    """The work of rounding a factor of ``nbytes``: it is read, and written twice, as it is and transposed."""
+    return elementwise(nbytes * (1 + 2 / quantities.itemsize)) if _rounds(quantities) else LocalWork()
 
 
 def _summa(quantities: LayerQuantities, is_first: bool) -> Body:

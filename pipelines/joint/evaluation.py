@@ -8,14 +8,18 @@ stages are priced, as :mod:`.boundary` describes.
 The step of a synchronous schedule is the makespan of its simulation; that of an asynchronous one is the time of N micro-batches in
 the steady state.  A single stage is not simulated: its step is N (forward + backward) + all-reduce + optimizer step.
 
+**Overlap of gradients.**  If the all-reduces of gradients overlap the backward pass of the last micro-batch, gradients are reduced
+in k = :data:`autoddl.costmodel.workload.NUM_BUCKETS` equal buckets, one after the other.  A bucket begins when a k-th of the
+backward pass B has made it. So of an all-reduce A the part max(A / k, A - (1 - 1/k) B) comes after the backward pass.
+
 **Memory** of a device of worker w, where K(s) is the largest number of micro-batches of stage s in flight there:
 
-    sum over its stages of [ state(s) + (versions(s) - 1) weights(s) + K(s) kept(s) + recomputed(s) ]  +  largest buffer
+    state(s) + (versions(s) - 1) weights(s) + K(s) kept(s) + recomputed(s) + largest buffer
     with recomputation of the stage: K(s) input(s) + kept(s) instead of K(s) kept(s)
 
-where recomputed(s) are the activations of one block, if blocks are recomputed one by one.
-
-If a worker holds several stages, the sum of their separate peaks is an upper bound on their common peak.
+where recomputed(s) are the activations of one block, if blocks are recomputed one by one.  If a worker holds several stages, their
+activations are added up at every moment, and the largest sum counts.  (The search adds up the peaks of the stages instead,
+:mod:`.stage_search`.  That is an upper bound.)
 
 **Breakdown of the step** on the busiest worker: step = compute + communication inside its stages + bubble + exposed communication.
 Exposed communication is the difference of the simulated steps with and without transfers, and with and without all-reduces.
@@ -31,9 +35,9 @@ from typing import Protocol
 from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.workload import Workload
+from autoddl.costmodel.workload import NUM_BUCKETS, Workload
 
-from ..memory import weight_versions
+from ..memory import activations_alive, stashed_inputs_alive, weight_versions
 from ..planners.inflight import in_flight
 from ..schedule import Kind, Schedule
 from ..simulator import simulate
@@ -52,7 +56,15 @@ from .configuration import Configuration, PipelineSchedule, StageChoice, recompu
 from .meshes import Meshes, StageMesh
 from .partition import ENTRY, Chain, StageGraph
 
-__all__ = ["Evaluation", "StageFigures", "evaluate", "evaluate_unpipelined", "step_of", "workload_of_stage"]
+__all__ = [
+    "Evaluation",
+    "StageFigures",
+    "WorkerMemory",
+    "evaluate",
+    "evaluate_unpipelined",
+    "step_of",
+    "workload_of_stage",
+]
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class StageFigures:
         backward_passes: Number of autograd passes per micro-batch (see :class:`.configuration.PipelineSchedule`).
         recompute_s: Time of the second forward pass; 0 unless the whole stage is recomputed.
         all_reduce_s: Time of the gradient all-reduce over all replicas of the stage, per step.
+        exposed_all_reduce_s: The part of it that comes after the last backward pass.
         update_s: Time of the optimizer step, per step.
         state_bytes: Parameters, gradients and optimizer states.
         weight_bytes: Parameters alone.
@@ -86,6 +99,7 @@ class StageFigures:
     backward_passes: int
     recompute_s: float
     all_reduce_s: float
+    exposed_all_reduce_s: float
     update_s: float
     state_bytes: float
     weight_bytes: float
@@ -122,6 +136,30 @@ class StageFigures:
 
 
 @dataclass(frozen=True)
+class WorkerMemory:
+    """What the memory of each device of one worker is used for, in bytes.
+
+    Attributes:
+        weight_bytes: Parameters, in the compute type; a part of the state.
+        state_bytes: Parameters, gradients and optimizer states.
+        older_weight_bytes: Older versions of the parameters, which asynchronous schedules keep.
+        activation_bytes: Activations at the moment at which they need the most memory.
+        buffer_bytes: Largest buffer of a layer.
+    """
+
+    weight_bytes: float
+    state_bytes: float
+    older_weight_bytes: float
+    activation_bytes: float
+    buffer_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """The sum of all parts."""
+        return self.state_bytes + self.older_weight_bytes + self.activation_bytes + self.buffer_bytes
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The time and memory of a configuration.
 
@@ -132,7 +170,7 @@ class Evaluation:
         boundaries: Transfer times between neighbouring stages; shape (stages - 1,).
         schedule: The generated schedule.
         times: Task times for the simulator.
-        worker_memory_bytes: Per worker, peak bytes of each of its devices.
+        worker_memory: Per worker, what the memory of each of its devices is used for.
         in_flight: Per stage, the largest number of its micro-batches in flight on each of its workers.
     """
 
@@ -142,7 +180,7 @@ class Evaluation:
     boundaries: tuple[Boundary, ...]
     schedule: Schedule
     times: Times
-    worker_memory_bytes: tuple[float, ...]
+    worker_memory: tuple[WorkerMemory, ...]
     in_flight: tuple[tuple[float, ...], ...]
 
     @cached_property
@@ -191,9 +229,14 @@ class Evaluation:
             backward=tuple(spec.backward_passes(s) * seconds for s, seconds in enumerate(backward)),
             backward_input=tuple(spec.input_passes(s) * seconds for s, seconds in enumerate(backward)),
             recompute=tuple(seconds if stage.recompute_s else 0.0 for seconds, stage in zip(forward, self.stages)),
-            all_reduce=tuple(stage.all_reduce_s for stage in self.stages),
+            all_reduce=tuple(stage.exposed_all_reduce_s for stage in self.stages),
             update=(0.0,) * len(self.stages),
         )
+
+    @property
+    def worker_memory_bytes(self) -> tuple[float, ...]:
+        """Per worker, peak bytes of each of its devices."""
+        return tuple(memory.total_bytes for memory in self.worker_memory)
 
     @property
     def memory_bytes(self) -> float:
@@ -250,13 +293,15 @@ class Evaluation:
     def exposed_all_reduce_s(self) -> float:
         """Seconds by which gradient all-reduces lengthen the step."""
         if not self.has_pipeline:
-            return self.stages[0].all_reduce_s
+            return self.stages[0].exposed_all_reduce_s
         return self._without_rounding(self._step_without_transfers - self._step_with(self._compute_only_times))
 
     @property
     def _compute_only_times(self) -> Times:
         """The task times without transfers and all-reduces."""
-        updates = (max(0.0, both - stage.all_reduce_s) for both, stage in zip(self.times.all_reduce, self.stages))
+        updates = (
+            max(0.0, both - stage.exposed_all_reduce_s) for both, stage in zip(self.times.all_reduce, self.stages)
+        )
         return replace(self._times_without_transfers, all_reduce=tuple(updates))
 
     def _without_rounding(self, seconds: float) -> float:
@@ -477,7 +522,7 @@ class StageTimes(Protocol):
     def recompute_s(self) -> float: ...
 
     @property
-    def all_reduce_s(self) -> float: ...
+    def exposed_all_reduce_s(self) -> float: ...
 
     @property
     def update_s(self) -> float: ...
@@ -499,7 +544,8 @@ def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary], sched
         backward_input=[stage.backward_input_s for stage in stages],
         recompute=[stage.recompute_s for stage in stages],
         all_reduce=[
-            stage.all_reduce_s + (stage.update_s if number in reduced else 0.0) for number, stage in enumerate(stages)
+            stage.exposed_all_reduce_s + (stage.update_s if number in reduced else 0.0)
+            for number, stage in enumerate(stages)
         ],
         update=[0.0 if number in reduced else stage.update_s for number, stage in enumerate(stages)],
         transfer=[boundary.forward_s for boundary in boundaries],
@@ -527,6 +573,7 @@ def _figures(
         backward_passes=passes,
         recompute_s=forward if choice.recompute == "stage" else 0.0,
         all_reduce_s=all_reduce_s,
+        exposed_all_reduce_s=_exposed_s(all_reduce_s, backward) if workload.overlap != "none" else all_reduce_s,
         update_s=sum(layer.update_s for layer in layers),
         state_bytes=state,
         weight_bytes=parameters,
@@ -535,6 +582,12 @@ def _figures(
         input_bytes=input_bytes / configuration.mesh_of(number).num_devices,
         buffer_bytes=max(layer.work.buffer_bytes for layer in layers),
     )
+
+
+def _exposed_s(all_reduce_s: float, backward_s: float) -> float:
+    """Seconds of a gradient all-reduce that come after the last backward pass (formula: module docstring)."""
+    last = all_reduce_s / NUM_BUCKETS
+    return max(last, all_reduce_s - (1 - 1 / NUM_BUCKETS) * backward_s)
 
 
 def _all_reduce_s(
@@ -563,8 +616,8 @@ def memory_of(
     stages: Sequence[StageFigures],
     recomputing: Sequence[bool],
     flights: Sequence[dict[tuple[int, int], float]],
-) -> tuple[float, ...]:
-    """Return the peak bytes per device of every worker, by the formula in the module's docstring.
+) -> tuple[WorkerMemory, ...]:
+    """Return what the memory of each device of every worker is used for, by the formula in the module's docstring.
 
     Args:
         schedule: The schedule.
@@ -573,16 +626,39 @@ def memory_of(
         flights: Per worker, the largest number of micro-batches in flight, by (pipeline, stage).
     """
     versions = {} if schedule.is_synchronous else weight_versions(schedule)
+    common_peaks = _common_peaks(schedule, stages, recomputing)
     memory = []
     for worker in range(schedule.num_workers):
-        resident = buffer = 0.0
-        for pipeline, stage in schedule.stages_on(worker):
-            figures, count = stages[stage], flights[worker][pipeline, stage]
-            resident += figures.state_bytes + (versions.get((pipeline, stage), 1) - 1) * figures.weight_bytes
+        held = schedule.stages_on(worker)
+        own = [stages[stage] for _, stage in held]
+        if len(held) > 1:
+            activations = common_peaks[worker]
+        else:
+            ((_, stage),), (figures,), count = held, own, flights[worker][held[0]]
+            activations = count * figures.kept_bytes
             if recomputing[stage]:
-                resident += count * figures.input_bytes + figures.kept_bytes
-            else:
-                resident += count * figures.kept_bytes + figures.recomputed_bytes
-            buffer = max(buffer, figures.buffer_bytes)
-        memory.append(resident + buffer)
+                activations = count * figures.input_bytes + figures.kept_bytes
+        memory.append(
+            WorkerMemory(
+                weight_bytes=sum(figures.weight_bytes for figures in own),
+                state_bytes=sum(figures.state_bytes for figures in own),
+                older_weight_bytes=sum(
+                    (versions.get(key, 1) - 1) * figures.weight_bytes for key, figures in zip(held, own)
+                ),
+                # One block is recomputed at a time, and one layer runs at a time.
+                activation_bytes=activations + max(figures.recomputed_bytes for figures in own),
+                buffer_bytes=max(figures.buffer_bytes for figures in own),
+            )
+        )
     return tuple(memory)
+
+
+def _common_peaks(schedule: Schedule, stages: Sequence[StageFigures], recomputing: Sequence[bool]) -> tuple[float, ...]:
+    """The largest sum, per worker, of the activations of all its stages at any moment; zeros if workers hold one stage each."""
+    if all(len(schedule.stages_on(worker)) == 1 for worker in range(schedule.num_workers)):
+        return (0.0,) * schedule.num_workers
+    alive = activations_alive(schedule, [figures.kept_bytes for figures in stages])
+    if any(recomputing):
+        inputs = stashed_inputs_alive(schedule, [figures.input_bytes for figures in stages])
+        alive = tuple(one + other for one, other in zip(alive, inputs))
+    return tuple(float(sums.max(initial=0.0)) for sums in alive)
