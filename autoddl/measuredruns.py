@@ -1,0 +1,357 @@
+"""Training runs that were measured, and what the cost model predicts for them.
+
+A file of runs is a CSV file with a row per run.  Columns:
+
+=================================================  ===================================================================================
+id, group                                          name of the run; group of hardware and software that shares one efficiency
+hardware                                           name of a built-in cluster, or a cluster file; with ``-fp8`` behind a name: in FP8
+family, layers, hidden, heads, seq, vocab          the model: ``gpt``, ``llama`` or ``bert``, and its sizes
+kv_heads, intermediate                             0 for as many as heads, and for 4 hidden
+tied                                               whether the output projection is the token table
+gpus, tp, pp, vp, dp                               devices; tensor parallel, stages, chunks per stage (interleaving), data parallel
+mbs, gbs                                           samples per micro-batch and replica, and per step
+recompute                                          full (every block keeps its input), selective (attention), none
+seq_parallel, zero, flash                          Megatron-LM's sequence parallelism; ZeRO stage (0 or 1); fused attention
+measured_s                                         seconds per step
+memory_gib                                         peak memory per device, where it was measured
+=================================================  ===================================================================================
+
+Columns ``precision`` and ``overlap`` (:class:`autoddl.costmodel.workload.Workload`) may follow; other columns are ignored.  A run in
+FP8 overlaps communication if it does not say otherwise, as Transformer Engine does.  Gradients are accumulated and summed in float32,
+as Megatron-LM does.  The vocabulary is padded to a multiple of 128 that tensor parallelism divides.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autoddl.calib.runfit import FACTORS, GroupFit, fit_group, run_times
+from autoddl.costmodel.cluster import Cluster, load_cluster
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.reading import csv_rows, parse_figure, read_text, shown_path
+from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
+from autoddl.pipelines.joint.partition import Chain, chain_of
+from autoddl.pipelines.joint.uniform import UniformLayout, uniform_configuration
+
+from .zoo.named import FAMILIES
+from .zoo.transformers import Transformer, pad_vocabulary
+
+__all__ = ["MeasuredRun", "PricedRun", "PricedRuns", "RunGroup", "price_runs", "read_runs"]
+
+#: Ways of recomputation by Megatron-LM's words.
+RECOMPUTATIONS = {"none": "none", "selective": "selective", "full": "blocks"}
+_FP8 = "-fp8"
+#: The columns that a file of runs must have.
+COLUMNS = (
+    *("id", "group", "hardware", "family", "layers", "hidden", "heads", "kv_heads", "intermediate", "seq", "vocab", "tied"),
+    *("gpus", "tp", "pp", "vp", "dp", "mbs", "gbs", "recompute", "seq_parallel", "zero", "flash", "measured_s"),
+)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A row of a file of runs.
+
+    Attributes:
+        name, group: of the run.
+        hardware: name of a built-in cluster, or path of a cluster file.
+        family, model: family and sizes of the model.
+        num_devices: number of devices.
+        layout: degrees of parallelism.
+        workload: batch, micro-batch over all replicas, precision, recomputation and so on.
+        measured_s: seconds per step.
+        memory_bytes: peak memory per device; None if it was not measured.
+    """
+
+    name: str
+    group: str
+    hardware: str
+    family: str
+    model: Transformer
+    num_devices: int
+    layout: UniformLayout
+    workload: Workload
+    measured_s: float
+    memory_bytes: float | None
+
+    def cluster(self) -> Cluster:
+        """The cluster of the run: as many of its nodes as the devices need, or a part of one node.
+
+        Raises:
+            UserError: there is no such cluster, or the devices do not fill its nodes.
+        """
+        cluster = load_cluster(self.hardware)
+        per_node = min(self.num_devices, cluster.devices_per_node)
+        if self.num_devices % per_node:
+            raise UserError(f"{self.num_devices} gpus do not fill nodes of {per_node}")
+        return cluster.resized(self.num_devices // per_node, per_node)
+
+
+@dataclass(frozen=True)
+class PricedRun:
+    """A run with its prediction.
+
+    Attributes:
+        run: the run.
+        efficiency: efficiency relative to that of the cluster, at which the run was predicted.
+        predicted_s: predicted seconds per step; None if the run cannot be priced.
+        memory_bytes: predicted peak memory per device, with that of the framework; None if the run cannot be priced.
+        capacity_bytes: memory of the device.
+        fault: why the run cannot be priced; empty if it can.
+    """
+
+    run: MeasuredRun
+    efficiency: float = 1.0
+    predicted_s: float | None = None
+    memory_bytes: float | None = None
+    capacity_bytes: float = math.inf
+    fault: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of the predicted step; positive if it is too slow."""
+        return None if self.predicted_s is None else self.predicted_s / self.run.measured_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The relative error of the predicted memory; None if either is not known."""
+        if self.memory_bytes is None or self.run.memory_bytes is None:
+            return None
+        return self.memory_bytes / self.run.memory_bytes - 1
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether the run would need more memory than the device has."""
+        return self.memory_bytes is not None and self.memory_bytes > self.capacity_bytes
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """The runs of one group, and the efficiency that fits them.
+
+    Attributes:
+        name: of the group.
+        num_runs: number of its runs that can be priced.
+        fit: the efficiency and its errors.
+        base_efficiency: the efficiency of products of the cluster, which the fitted one is relative to.
+    """
+
+    name: str
+    num_runs: int
+    fit: GroupFit
+    base_efficiency: float
+
+    @property
+    def efficiency(self) -> float:
+        """The fitted part of the peak that large products reach."""
+        return self.fit.efficiency * self.base_efficiency
+
+
+@dataclass(frozen=True)
+class PricedRuns:
+    """The predictions of a file of runs.
+
+    Attributes:
+        runs: the runs, in the order of the file.
+        groups: the groups, in the order of their first runs.
+        is_fitted: whether the runs were predicted with the efficiencies of their groups, not with those of the clusters.
+    """
+
+    runs: tuple[PricedRun, ...]
+    groups: tuple[RunGroup, ...]
+    is_fitted: bool
+
+    @property
+    def mean_abs_error(self) -> float:
+        """Mean of the relative errors of the predicted steps."""
+        errors = [abs(run.error) for run in self.runs if run.error is not None]
+        return sum(errors) / len(errors) if errors else math.nan
+
+    @property
+    def leave_one_out(self) -> float:
+        """Mean of the relative errors of runs that are predicted with the efficiency of the other runs of their group."""
+        total = sum(group.num_runs for group in self.groups)
+        return sum(group.num_runs * group.fit.leave_one_out for group in self.groups) / total if total else math.nan
+
+    @property
+    def median_memory_error(self) -> float | None:
+        """Median of the relative errors of the predicted memory; None if no memory was measured."""
+        errors = sorted(abs(run.memory_error) for run in self.runs if run.memory_error is not None)
+        middle = len(errors) // 2
+        return (errors[middle] + errors[-1 - middle]) / 2 if errors else None
+
+
+def read_runs(path: str | os.PathLike[str]) -> tuple[MeasuredRun, ...]:
+    """Read a file of runs.
+
+    Raises:
+        UserError: the file cannot be read, a column is missing, or a value is out of range; the message names the row.
+    """
+    where = shown_path(path)
+    (_, header), *rows = list(csv_rows(read_text(path), where)) or [(0, [])]
+    columns = [name.strip() for name in header]
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise UserError(f"{where}: lacks the columns {', '.join(missing)}; a file of runs has {', '.join(COLUMNS)}")
+    runs = []
+    for line, cells in rows:
+        if len(cells) != len(columns):
+            raise UserError(f"{where}: line {line} has {len(cells)} values, the header has {len(columns)} columns")
+        runs.append(_run_of(_Row(dict(zip(columns, cells)), f"{where}: line {line}")))
+    if not runs:
+        raise UserError(f"{where}: has no runs, should have a row for each")
+    return tuple(runs)
+
+
+class _Row:
+    """The values of a row by column, with checks."""
+
+    def __init__(self, values: Mapping[str, str], where: str):
+        self.values, self.where = values, where
+
+    def text(self, column: str, default: str = "") -> str:
+        return self.values.get(column, "").strip() or default
+
+    def whole(self, column: str, minimum: int = 1) -> int:
+        text = self.text(column)
+        if not (text.isascii() and text.isdigit()) or not minimum <= int(text) < 2**40:
+            raise UserError(f"{self.where}: {column} is {quote(text)}, should be a whole number of at least {minimum}")
+        return int(text)
+
+    def flag(self, column: str) -> bool:
+        text = self.text(column)
+        if text.lower() not in ("true", "false", "0", "1"):
+            raise UserError(f"{self.where}: {column} is {quote(text)}, should be True or False")
+        return text.lower() in ("true", "1")
+
+    def choice(self, column: str, words: Sequence[str], default: str = "") -> str:
+        text = self.text(column, default)
+        if text not in words:
+            raise UserError(f"{self.where}: {column} is {quote(text)}, should be one of {', '.join(words)}")
+        return text
+
+    def figure(self, column: str) -> float:
+        value = parse_figure(self.text(column))
+        if not 0 < value < math.inf:
+            raise UserError(f"{self.where}: {column} is {quote(self.text(column))}, should be a number of more than 0")
+        return value
+
+
+def _run_of(row: _Row) -> MeasuredRun:
+    hardware, family = row.text("hardware"), row.choice("family", tuple(FAMILIES))
+    is_fp8 = hardware.endswith(_FP8)
+    tensor_parallel, data_parallel = row.whole("tp"), row.whole("dp")
+    precision = row.text("precision", "fp8" if is_fp8 else "mixed")
+    memory = row.figure("memory_gib") * 2**30 if row.text("memory_gib") else None
+    try:
+        model = Transformer(
+            row.text("id"),
+            row.whole("layers"),
+            row.whole("hidden"),
+            row.whole("heads"),
+            row.whole("seq"),
+            _padded_vocabulary(row.whole("vocab"), tensor_parallel),
+            intermediate=row.whole("intermediate", 0),
+            kv_heads=row.whole("kv_heads", 0) if family == "llama" else 0,
+            activation="silu" if family == "llama" else "gelu",
+            tied=row.flag("tied"),
+        )
+        layout = UniformLayout(tensor_parallel, row.whole("pp"), data_parallel, row.whole("vp"))
+        workload = Workload(
+            batch=row.whole("gbs"),
+            micro_batch=row.whole("mbs") * data_parallel,
+            precision=precision,
+            recompute=RECOMPUTATIONS[row.choice("recompute", tuple(RECOMPUTATIONS))],
+            attention="fused" if row.flag("flash") else "dense",
+            gradients="master",
+            zero=min(row.whole("zero", 0), 1),
+            activations="regathered" if row.flag("seq_parallel") else "copied",
+            overlap=row.text("overlap", "all" if precision == "fp8" else "none"),
+        )
+    except UserError as error:
+        raise error if str(error).startswith(row.where) else UserError(f"{row.where}: {error}") from None
+    return MeasuredRun(
+        name=row.text("id"),
+        group=row.text("group"),
+        hardware=hardware[: -len(_FP8)] if is_fp8 else hardware,
+        family=family,
+        model=model,
+        num_devices=row.whole("gpus"),
+        layout=layout,
+        workload=workload,
+        measured_s=row.figure("measured_s"),
+        memory_bytes=memory,
+    )
+
+
+def _padded_vocabulary(vocabulary: int, tensor_parallel: int) -> int:
+    """The least multiple of 128 and of the tensor parallel degree that is not below the vocabulary."""
+    multiple = math.lcm(pad_vocabulary(1), tensor_parallel)
+    return -(-vocabulary // multiple) * multiple
+
+
+@lru_cache(maxsize=256)
+def _chain(family: str, model: Transformer) -> Chain:
+    return chain_of(FAMILIES[family](model))
+
+
+def _evaluation(run: MeasuredRun, cluster: Cluster, efficiency: float) -> Evaluation:
+    """Evaluate a run at an efficiency relative to that of the cluster.
+
+    Raises:
+        UserError: the configuration does not fit the model or the cluster.
+    """
+    device = cluster.device
+    inside = device.efficiency if device.core_efficiency is None else device.core_efficiency
+    scaled = replace(device, efficiency=efficiency * device.efficiency, core_efficiency=efficiency * inside)
+    chain = _chain(run.family, replace(run.model, name=""))
+    configuration = uniform_configuration(chain, cluster, run.layout, run.workload)
+    return evaluate(chain, replace(cluster, device=scaled), configuration)
+
+
+def price_runs(runs: Sequence[MeasuredRun], is_fitted: bool = False) -> PricedRuns:
+    """Predict the step and the memory of runs, and fit the efficiency of every group.
+
+    Args:
+        runs: the runs.
+        is_fitted: predict every run with the efficiency that fits its group, in place of that of its cluster.
+    """
+    steps: dict[int, tuple[float, float]] = {}
+    faults: dict[int, str] = {}
+    clusters: dict[int, Cluster] = {}
+    for number, run in enumerate(runs):
+        try:
+            clusters[number] = run.cluster()
+            low, high = (_evaluation(run, clusters[number], factor).step_s for factor in FACTORS)
+            steps[number] = (low, high)
+        except UserError as error:
+            faults[number] = str(error)
+    members: dict[str, list[int]] = {}
+    for number in steps:
+        members.setdefault(runs[number].group, []).append(number)
+    groups = tuple(
+        RunGroup(
+            name,
+            len(numbers),
+            fit_group([run_times(steps[number], runs[number].measured_s) for number in numbers]),
+            clusters[numbers[0]].device.efficiency,
+        )
+        for name, numbers in members.items()
+    )
+    efficiencies = {group.name: group.fit.efficiency for group in groups}
+    priced = []
+    for number, run in enumerate(runs):
+        if number in faults:
+            priced.append(PricedRun(run, fault=faults[number]))
+            continue
+        cluster, efficiency = clusters[number], efficiencies[run.group] if is_fitted else 1.0
+        found = _evaluation(run, cluster, efficiency)
+        device = cluster.device
+        memory = found.memory_bytes + device.framework_bytes
+        priced.append(PricedRun(run, efficiency, found.step_s, memory, device.memory_bytes))
+    return PricedRuns(tuple(priced), groups, is_fitted)
