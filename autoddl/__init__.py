@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .api.measuring import Calibration, Ranking, calibrate, fit, predict, rank
     from .api.planning import compare, load, load_plan, plan
     from .api.plans import Plan
+    from .api.pricing import RunPredictions, fit_runs, price_runs
     from .api.profiled import PipelinePlan, pipeline
     from .api.results import Comparison, Difference, Explanation, Verification
     from .api.running import launch
@@ -66,6 +67,7 @@ __all__ = [
     "PlannedLayer",
     "PlannedStage",
     "Ranking",
+    "RunPredictions",
     "Schedule",
     "Stop",
     "StopRequestedError",
@@ -80,6 +82,7 @@ __all__ = [
     "compare",
     "extract",
     "fit",
+    "fit_runs",
     "launch",
     "launched",
     "load",
@@ -90,6 +93,7 @@ __all__ = [
     "pipeline",
     "plan",
     "predict",
+    "price_runs",
     "rank",
     "schedule",
     "schedule_families",
@@ -107,6 +111,7 @@ _MODULE_OF = {
         "api.measuring": ("Calibration", "Ranking", "calibrate", "fit", "predict", "rank"),
         "api.planning": ("compare", "load", "load_plan", "plan"),
         "api.plans": ("Plan",),
+        "api.pricing": ("RunPredictions", "fit_runs", "price_runs"),
         "api.profiled": ("PipelinePlan", "pipeline"),
         "api.results": ("Comparison", "Difference", "Explanation", "Verification"),
         "api.running": ("launch",),

@@ -2,23 +2,26 @@
 
 A file of runs is a CSV file with a row per run.  Columns:
 
-=================================================  ===================================================================================
-id, group                                          name of the run; group of hardware and software that shares one efficiency
-hardware                                           name of a built-in cluster, or a cluster file; with ``-fp8`` behind a name: in FP8
-family, layers, hidden, heads, seq, vocab          the model: ``gpt``, ``llama`` or ``bert``, and its sizes
-kv_heads, intermediate                             0 for as many as heads, and for 4 hidden
-tied                                               whether the output projection is the token table
-gpus, tp, pp, vp, dp                               devices; tensor parallel, stages, chunks per stage (interleaving), data parallel
-mbs, gbs                                           samples per micro-batch and replica, and per step
-recompute                                          full (every block keeps its input), selective (attention), none
-seq_parallel, zero, flash                          Megatron-LM's sequence parallelism; ZeRO stage (0 or 1); fused attention
-measured_s                                         seconds per step
-memory_gib                                         peak memory per device, where it was measured
-=================================================  ===================================================================================
+====================================  ==========================================================================================
+column                                value
+====================================  ==========================================================================================
+id, group                             name of the run; group of hardware and software that shares one efficiency
+hardware                              name of a built-in cluster, or a cluster file; with ``-fp8`` behind a name: in FP8
+family                                of the model: gpt, llama or bert
+layers, hidden, heads, seq, vocab     its sizes
+kv_heads, intermediate                0 for as many as heads, and for 4 hidden
+tied                                  whether the output projection is the token table
+gpus, tp, pp, vp, dp                  devices; tensor parallel, stages, chunks per stage (interleaving), data parallel
+mbs, gbs                              samples per micro-batch and replica, and per step
+recompute                             full (every block keeps its input), selective (attention), none
+seq_parallel, zero, flash             Megatron-LM's sequence parallelism; ZeRO stage (0 or 1); fused attention
+measured_s                            seconds per step
+memory_gib                            peak memory per device [GiB], where it was measured
+====================================  ==========================================================================================
 
-Columns ``precision`` and ``overlap`` (:class:`autoddl.costmodel.workload.Workload`) may follow; other columns are ignored.  A run in
-FP8 overlaps communication if it does not say otherwise, as Transformer Engine does.  Gradients are accumulated and summed in float32,
-as Megatron-LM does.  The vocabulary is padded to a multiple of 128 that tensor parallelism divides.
+Columns ``precision`` and ``overlap`` (:class:`autoddl.costmodel.workload.Workload`) may follow; other columns are ignored.  A
+run in FP8 overlaps communication if it does not say otherwise, as Transformer Engine does.  Gradients are accumulated and summed in
+float32, as Megatron-LM does.  The vocabulary is padded to a multiple of 128 that tensor parallelism divides.
 """
 
 from __future__ import annotations
@@ -41,14 +44,36 @@ from autoddl.pipelines.joint.uniform import UniformLayout, uniform_configuration
 from .zoo.named import FAMILIES
 from .zoo.transformers import Transformer, pad_vocabulary
 
-__all__ = ["MeasuredRun", "PricedRun", "PricedRuns", "RunGroup", "price_runs", "read_runs"]
+__all__ = [
+    "MeasuredRun",
+    "PricedRun",
+    "PricedRuns",
+    "RunGroup",
+    "RunRanking",
+    "price_runs",
+    "rank_runs",
+    "read_runs",
+]
 
 #: Ways of recomputation by Megatron-LM's words.
 RECOMPUTATIONS = {"none": "none", "selective": "selective", "full": "blocks"}
 _FP8 = "-fp8"
 #: The columns that a file of runs must have.
 COLUMNS = (
-    *("id", "group", "hardware", "family", "layers", "hidden", "heads", "kv_heads", "intermediate", "seq", "vocab", "tied"),
+    *(
+        "id",
+        "group",
+        "hardware",
+        "family",
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "intermediate",
+        "seq",
+        "vocab",
+        "tied",
+    ),
     *("gpus", "tp", "pp", "vp", "dp", "mbs", "gbs", "recompute", "seq_parallel", "zero", "flash", "measured_s"),
 )
 
@@ -355,3 +380,75 @@ def price_runs(runs: Sequence[MeasuredRun], is_fitted: bool = False) -> PricedRu
         memory = found.memory_bytes + device.framework_bytes
         priced.append(PricedRun(run, efficiency, found.step_s, memory, device.memory_bytes))
     return PricedRuns(tuple(priced), groups, is_fitted)
+
+
+# ---- The order of configurations ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunRanking:
+    """How well predictions order the configurations of one model on one number of devices with one batch.
+
+    Attributes:
+        name: the model, the devices and the batch.
+        num_pairs: pairs of configurations whose measured steps differ by more than the scatter.
+        num_ordered: those that are predicted in the order in which they were measured.
+        num_undecided: pairs whose measured steps differ by less than the scatter: measurements do not order them.
+        scatter: the largest relative difference of two measurements of the same configuration on the same hardware; None if none
+            was measured twice.  Then pairs are undecided only if their measurements are equal.
+    """
+
+    name: str
+    num_pairs: int
+    num_ordered: int
+    num_undecided: int
+    scatter: float | None
+
+
+def rank_runs(priced: PricedRuns) -> tuple[RunRanking, ...]:
+    """Compare the predicted order of configurations with the measured one, for models with several configurations."""
+    same: dict[object, list[PricedRun]] = {}
+    for one in priced.runs:
+        if one.predicted_s is not None:
+            run = one.run
+            key = (run.hardware, replace(run.model, name=""), run.num_devices, run.workload.batch)
+            same.setdefault(key, []).append(one)
+    scatters = _scatters(priced)
+    rankings = []
+    for members in same.values():
+        if len({(one.run.layout, one.run.workload) for one in members}) < 2:
+            continue
+        run, scatter = members[0].run, scatters.get(members[0].run.hardware)
+        num_pairs = num_ordered = num_undecided = 0
+        for number, first in enumerate(members):
+            for second in members[:number]:
+                measured, predicted = _log_ratio(first, second)
+                if abs(measured) <= math.log1p(scatter or 0.0):
+                    num_undecided += 1
+                else:
+                    num_pairs += 1
+                    num_ordered += measured * predicted > 0
+        model = f"{run.family}:{run.model.layers}x{run.model.width}"
+        name = f"{model} on {run.num_devices} x {run.hardware}, batch {run.workload.batch}"
+        rankings.append(RunRanking(name, num_pairs, num_ordered, num_undecided, scatter))
+    return tuple(rankings)
+
+
+def _log_ratio(first: PricedRun, second: PricedRun) -> tuple[float, float]:
+    """The logarithms of the ratios of the measured and of the predicted steps."""
+    assert first.predicted_s is not None and second.predicted_s is not None
+    return math.log(first.run.measured_s / second.run.measured_s), math.log(first.predicted_s / second.predicted_s)
+
+
+def _scatters(priced: PricedRuns) -> dict[str, float]:
+    """Per hardware, the largest relative difference of two measurements of the same configuration."""
+    repeats: dict[str, dict[object, list[float]]] = {}
+    for one in priced.runs:
+        run = one.run
+        key = (replace(run.model, name=""), run.num_devices, run.layout, run.workload)
+        repeats.setdefault(run.hardware, {}).setdefault(key, []).append(run.measured_s)
+    scatters: dict[str, float] = {}
+    for hardware, of_configurations in repeats.items():
+        for steps in (steps for steps in of_configurations.values() if len(steps) > 1):
+            scatters[hardware] = max(scatters.get(hardware, 0.0), max(steps) / min(steps) - 1)
+    return scatters

@@ -23,10 +23,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "measurements",
-        nargs="+",
+        nargs="*",
         metavar="MEASUREMENTS",
         help="CSV files of `autoddl calibrate`, any CSV files with the columns collective, ranks, bytes and seconds, or outputs of "
         "nccl-tests",
+    )
+    parser.add_argument(
+        "--runs",
+        metavar="RUNS.csv",
+        help="fit the efficiency of the runs' cluster to measured training steps, one row each (columns: docs/published.md)",
     )
     parser.add_argument("-o", "--output", metavar="CLUSTER.json", help="write the cluster to this file")
     parser.add_argument(
@@ -67,14 +72,38 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the measurements, fit a cluster, write it and print it."""
+    from autoddl.costmodel.errors import UserError
+
     from ..api.measuring import fit, predict
 
+    if bool(arguments.runs) == bool(arguments.measurements):
+        raise UserError("give either measurements of collectives and products, or --runs RUNS.csv")
+    if arguments.runs:
+        _fit_runs(arguments)
+        return 0
     if arguments.against:
         show(predict(arguments.measurements, cluster=arguments.against), arguments, "")
         return 0
     name = name_of(arguments)
     write_calibration(fit(arguments.measurements, base=arguments.base, name=name, seed=arguments.seed), arguments)
     return 0
+
+
+def _fit_runs(arguments: argparse.Namespace) -> None:
+    """Fit a cluster to measured training steps, write it and print how well it predicts them."""
+    from autoddl.costmodel.writing import write_document
+
+    from ..api.pricing import fit_runs, price_runs
+
+    cluster = fit_runs(arguments.runs, name=name_of(arguments))
+    if arguments.output:
+        write_document(arguments.output, cluster.document)
+    if arguments.json:
+        print_document(cluster.document)
+        return
+    show(price_runs(arguments.runs, fit=True).text, arguments, "", f"efficiency {cluster.device.efficiency:.3f}")
+    if arguments.output:
+        print(f"cluster: {arguments.output}")
 
 
 def name_of(arguments: argparse.Namespace) -> str:

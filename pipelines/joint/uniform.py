@@ -9,9 +9,9 @@ w <= G              w devices of one node; w divides G
 w > G               w / G whole nodes; t <= G divides G, or t is a multiple of G
 ==================  ============================================================================
 
-**Cut.**  The repeated blocks are divided evenly among p v chunks for p stages with v chunks each (interleaving): chunk c is on stage
-c mod p.  The embedding belongs to the first chunk, the final norm, head and loss to the last one.  If the blocks do not divide evenly,
-the first and the last chunk, which have more than blocks, get the fewer ones.
+**Cut.**  The repeated blocks are divided evenly among p v chunks for p stages with v chunks each (interleaving): chunk c is on
+stage c mod p.  The embedding belongs to the first chunk, the final norm, head and loss to the last one.  If the blocks do not
+divide evenly, the first and the last chunk, which have more than blocks, get the fewer ones.
 
 **Strategies.**  Column- and row-parallel products alternate (:func:`autoddl.search.baselines.megatron`).
 """
@@ -99,12 +99,16 @@ class UniformLayout:
         width, per_node = self.devices_per_stage, cluster.devices_per_node
         mesh = StageMesh(1, width) if width <= per_node else StageMesh(width // per_node, per_node)
         if mesh.num_devices != width or not mesh.tiles(cluster):
-            raise UserError(f"{degrees}: stages of tp x dp = {width} devices do not fill nodes of {per_node} devices evenly")
+            raise UserError(
+                f"{degrees}: stages of tp x dp = {width} devices do not fill nodes of {per_node} devices evenly"
+            )
         inner = mesh.devices_per_node
         if inner % self.tensor_parallel and self.tensor_parallel % inner:
             works = [size for size in divisors(inner) if width % size == 0]
             nearest = nearest_that_work("tp", self.tensor_parallel, works)
-            raise UserError(f"tp {self.tensor_parallel} does not divide the {inner} devices of a stage in a node; {nearest}")
+            raise UserError(
+                f"tp {self.tensor_parallel} does not divide the {inner} devices of a stage in a node; {nearest}"
+            )
         return mesh
 
     def degrees(self, cluster: Cluster) -> tuple[tuple[int, int], ...]:
@@ -172,7 +176,9 @@ def uniform_configuration(chain: Chain, cluster: Cluster, layout: UniformLayout,
     """
     mesh, degrees = layout.mesh(cluster), layout.degrees(cluster)
     if workload.micro_batch % layout.data_parallel:
-        raise UserError(f"a micro-batch of {workload.micro_batch} does not divide among dp {layout.data_parallel} replicas")
+        raise UserError(
+            f"a micro-batch of {workload.micro_batch} does not divide among dp {layout.data_parallel} replicas"
+        )
     first, stages = 0, []
     for num_units in uniform_cut(chain.num_units, layout.num_stages * layout.interleave):
         graph = chain.stage(first, first + num_units).graph
