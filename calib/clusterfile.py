@@ -236,6 +236,7 @@ def _device(fit: DeviceFit, base: Cluster, source: str) -> dict[str, Any]:
             document["peak"][rate] = _quantity(
                 reached[rate] / efficiency, "GFLOP/s", 1e9, text, 1.0 / works[rate] / efficiency
             )
+    document.pop("half_speed", None)  # the fitted formula has no such term: launch and efficiency contain it
     document["launch"] = _quantity(fit.parameters["launch"], "us", 1e-6, source, fit.draws["launch"])
     memory = 1.0 / np.maximum(fit.draws["memory"], 1.0 / _FASTEST)
     document["memory_bandwidth"] = _quantity(

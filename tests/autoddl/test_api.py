@@ -319,7 +319,8 @@ def test_wrong_arguments(wishes, message):
 
 
 def test_objects_in_place_of_names(small):
-    graph, cluster = autoddl.models()[0].graph, autoddl.clusters()[0]
+    graph = autoddl.models()[0].graph
+    cluster = next(cluster for cluster in autoddl.clusters() if cluster.name == "dgx-a100")
     plan = autoddl.plan(graph, cluster=cluster, nodes=1, batch=16)
     named = autoddl.plan("gpt2", cluster="dgx-a100", nodes=1, batch=16)
     assert (plan.strategies, plan.step_s) == (named.strategies, named.step_s)

@@ -38,10 +38,10 @@ def test_clusters(capsys):
     assert main(["clusters", "--json"]) == 0
     entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["clusters"]}
     assert list(entries) == [cluster.name for cluster in autoddl.clusters()]
-    assert entries["dgx-a100"]["inter_node"] == {"latency_s": 5e-6, "bandwidth": 25e9}
+    assert entries["dgx-a100"]["inter_node"] == {"latency_s": 5e-6, "bandwidth": 24e9}
     assert entries["v100-b"]["devices_per_node"] == 1
     assert main(["clusters"]) == 0
-    assert "300 GB/s, 2 us" in capsys.readouterr().out
+    assert "230 GB/s, 3.4 us" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
         (["pl"], ["plan"]),
         (["plan", "gpt2-x"], ["gpt2-xl"]),
         (["plan", "gpt2", "--clu"], ["--cluster"]),
-        (["plan", "gpt2", "--cluster", "dgx"], ["dgx-a100", "dgx-h100"]),
+        (["plan", "gpt2", "--cluster", "dgx"], ["dgx-a100", "dgx-h100", "dgx-h200", "dgx-v100"]),
         (["plan", "gpt2", "--method", "ex"], ["exact", "exhaustive"]),
         (["explain", "made"], ["made.json"]),
     ],

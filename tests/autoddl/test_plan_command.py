@@ -283,7 +283,7 @@ def test_compare(capsys):
         (["plan", "gpt:24", "--cluster", "dgx-a100"], "should be gpt:LAYERSxWIDTH"),
         (["plan", "mlp:64,-3", "--cluster", "dgx-a100"], "width '-3' should be a whole number"),
         (["plan", "missing.json", "--cluster", "dgx-a100"], "missing.json: cannot be read"),
-        (["plan", "mlp:64,32", "--cluster", "dgx-a10"], "cluster 'dgx-a10' is neither a file nor one of dgx-a100"),
+        (["plan", "mlp:64,32", "--cluster", "dgx-a10"], "cluster 'dgx-a10' is neither a file nor one of a800, b200"),
         (["plan", "mlp:64,32"], "the following arguments are required: --cluster"),
         (["plan"], "the following arguments are required: MODEL, --cluster"),
         (["plam"], "invalid choice: 'plam'"),

@@ -406,7 +406,7 @@ def test_redistribution_counts_at_the_consumer_both_ways():
 def test_backward_steps_have_the_terms_of_their_own_collective():
     """An all-gather forward is a reduce-scatter backward; calibrated clusters price them differently."""
     cluster = cluster_of(2, 2)
-    slow = replace(cluster.links[1], collectives={Collective.REDUCE_SCATTER: (1.0, 1e6)})
+    slow = replace(cluster.links[1], collectives={Collective.REDUCE_SCATTER: (1.0, 1e6)}, groups={})
     cluster = replace(cluster, links=(cluster.links[0], slow))
     graph = LayerGraph("g", "row", (add("a", (1, 2)), add("b", (1, 2))), (("a", "b"),))
     # Without a spare digit, nodes and devices swap their digits through copies.

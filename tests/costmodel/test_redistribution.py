@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import lcm, prod
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.cluster import Link, load_cluster
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.distribution import Distribution, canonical, prime_factors
 from autoddl.costmodel.errors import UserError
@@ -287,7 +288,8 @@ def test_prices_say_where_smaller_micro_batches_may_be_cheaper():
     """From p0 = 1 to 3 of three nodes, on links as fast as those inside: 24 rows go by moves, 3 by an exchange of fewer bytes."""
     source, target = ((1, 3), (1, 8)), ((3, 1), (1, 8))
     cluster, elements = load_cluster("dgx-a100").resized(3, 8), 24 * 10**6
-    for links, may_shrink in [(cluster, False), (cluster.with_links(5e-6, 25e9), True)]:
+    faster_inside = replace(cluster, links=(Link(5e-6, 25e9), Link(2e-6, 300e9)))
+    for links, may_shrink in [(faster_inside, False), (cluster.with_links(5e-6, 25e9), True)]:
         prices = LayoutPrices(links)
         large, small = (
             prices.costs((24, elements), (source,), (target,), Workload(24, samples, "mixed"))[0, 0]
