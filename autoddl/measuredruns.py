@@ -31,7 +31,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
+from autoddl.calib import runfit
 from autoddl.calib.runfit import FACTORS, GroupFit, fit_group, run_times
 from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.errors import UserError, quote
@@ -58,6 +60,8 @@ __all__ = [
 #: Ways of recomputation by Megatron-LM's words.
 RECOMPUTATIONS = {"none": "none", "selective": "selective", "full": "blocks"}
 _FP8 = "-fp8"
+#: The name and the file of the published runs that come with the package.
+PUBLISHED, PUBLISHED_RUNS = "published", Path(runfit.__file__).with_name("published_runs.csv")
 #: The columns that a file of runs must have.
 COLUMNS = (
     *(
@@ -212,11 +216,13 @@ class PricedRuns:
 
 
 def read_runs(path: str | os.PathLike[str]) -> tuple[MeasuredRun, ...]:
-    """Read a file of runs.
+    """Read a file of runs; the name ``published`` stands for the runs that come with the package.
 
     Raises:
         UserError: the file cannot be read, a column is missing, or a value is out of range; the message names the row.
     """
+    if os.fspath(path) == PUBLISHED:
+        path = PUBLISHED_RUNS
     where = shown_path(path)
     (_, header), *rows = list(csv_rows(read_text(path), where)) or [(0, [])]
     columns = [name.strip() for name in header]

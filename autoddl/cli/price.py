@@ -16,7 +16,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="predict measured training runs",
         description="Predict the step and the memory of training runs that were measured, and fit the efficiency of each group.",
     )
-    parser.add_argument("--runs", metavar="RUNS.csv", required=True, help="CSV file with a row per measured run")
+    parser.add_argument(
+        "--runs", metavar="RUNS.csv", required=True, help="CSV file with a row per measured run, or 'published'"
+    )
     parser.add_argument(
         "--fit",
         action="store_true",
