@@ -563,9 +563,12 @@ def _read_options(fields: Fields) -> JointOptions:
         if option.name == "executor":
             values["executor"] = executor_of(fields)
             continue
-        kind, _, may_be_null = str(option.type).partition(" | ")
-        is_null = may_be_null == "None" and fields.get(option.name) is None
-        values[option.name] = None if is_null else _READERS[kind](fields, option.name)
+        kinds, value = str(option.type).split(" | "), fields.get(option.name)
+        if value is None and "None" in kinds:
+            values[option.name] = None
+        else:
+            kind = "str" if isinstance(value, str) and "str" in kinds else kinds[0]
+            values[option.name] = _READERS[kind](fields, option.name)
     pipeline = None if fields.get("pipeline") is None else fields.text("pipeline")
     allow_stale = fields.boolean("allow_stale")
     fields.finish()
