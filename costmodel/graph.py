@@ -13,7 +13,8 @@ norm         features, statistics (2 for layer norm: mean and variance; 1 for RM
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
 loss         vocabulary: cross entropy of logits that may be split along the vocabulary
-opaque       none: any other layer; it can be split along the batch only
+opaque       optionally products (number of kernels that compute its FLOPs): any other layer; it can be split along the
+             batch only
 ===========  ====================================================================================================
 
 Further kinds can be registered (:mod:`autoddl.costmodel.kinds`).
