@@ -128,6 +128,27 @@ class LayerGraph:
         return tuple(layer for layer in self.layers if not self.inputs(layer.name) and kind_of(layer.kind).reads_data)
 
     @property
+    def sequence_length(self) -> int | None:
+        """Rows of one sample in the data; None if samples are no sequences, or if inputs of several lengths are read.
+
+        Tables of positions do not count, since they may be longer than the sequence.
+
+        >>> from autoddl.zoo import resolve_model
+        >>> resolve_model("gpt2", sequence=512).sequence_length, resolve_model("vgg13").sequence_length
+        (512, None)
+        """
+        lengths = {
+            layer.rows if kind_of(layer.kind).is_lookup else math.prod(layer.input_shape[:-1])
+            for layer in self.data_readers
+        }
+        return lengths.pop() if self.sample == "sequence" and len(lengths) == 1 else None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the data are numbers of rows of tables alone, such as tokens."""
+        return all(kind_of(layer.kind).is_lookup for layer in self.data_readers)
+
+    @property
     def num_parameters(self) -> int:
         """Number of trained elements of the model; shared weights count once."""
         return sum(layer.num_parameters for layer in self.layers)
