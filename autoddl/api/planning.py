@@ -108,13 +108,14 @@ def _graph_and_cluster(
 @contextlib.contextmanager
 def _naming_the_sequence(graph: LayerGraph) -> Iterator[None]:
     """If no plan fits, add to the error that the sequence is the longest of a configuration, not one that the user gave."""
+    from autoddl.pipelines.planners import PlannerError
     from autoddl.search.planner import InfeasibleError, NothingFoundError
 
     from ..zoo.huggingface import sequence_note_of
 
     try:
         yield
-    except (InfeasibleError, NothingFoundError) as error:
+    except (InfeasibleError, NothingFoundError, PlannerError) as error:
         note = sequence_note_of(graph)
         if note is not None:
             error.args = (f"{error}; {note}",)
