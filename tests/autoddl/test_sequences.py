@@ -47,19 +47,25 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 # ---- Headers -----------------------------------------------------------------------------------------------------------
 
 
+SMALL = ["gpt:2x64", "--sequence", "32", "--vocabulary", "256", "--cluster", "gcp-a100", "--nodes", "2"]
+SMALL += ["--devices-per-node", "1", "--batch", "8", "--recompute", "never", "--quiet"]
+#: 8 * 32 = 256.
+HEADER = "  8 sequences of 32 tokens per step (256 tokens)"
+
+
 def test_headers_have_sequence_and_tokens(capsys, tmp_path):
-    """8 sequences of 32 tokens are 256 tokens."""
-    words = ["gpt:2x64", "--sequence", "32", "--vocabulary", "256", "--cluster", "gcp-a100", "--nodes", "2"]
-    words += ["--devices-per-node", "1", "--batch", "8", "--recompute", "never", "--quiet"]
     path = str(tmp_path / "plan.json")
-    header = "  8 sequences of 32 tokens per step (256 tokens)"
-    assert printed(capsys, "plan", *words, "--micro-batch", "4", "-o", path)[2] == f"{header} in 2 micro-batches of 4"
-    assert printed(capsys, "compare", *words)[1] == header
-    assert printed(capsys, "explain", path)[1] == header
-    page = str(tmp_path / "plan.html")
-    printed(capsys, "report", path, "-o", page)
-    with open(page) as file:
-        assert "8 sequences of 32 tokens per step (256 tokens)" in file.read()
+    assert printed(capsys, "plan", *SMALL, "--micro-batch", "4", "-o", path)[2] == f"{HEADER} in 2 micro-batches of 4"
+    assert printed(capsys, "compare", *SMALL)[1] == HEADER
+    assert printed(capsys, "explain", path)[1] == HEADER
+
+
+def test_pipelines_and_reports_have_sequence_and_tokens(capsys, tmp_path):
+    path, page = str(tmp_path / "plan.json"), tmp_path / "plan.html"
+    words = ["--micro-batch", "4", "--pipeline", "auto", "-o", path]
+    assert printed(capsys, "plan", *SMALL, *words)[2] == f"{HEADER} in 2 micro-batches of 4"
+    printed(capsys, "report", path, "-o", str(page))
+    assert page.read_text().count(HEADER.strip()) == 2  # in the title and in the table of the workload
 
 
 def two_lengths(second: int) -> LayerGraph:
