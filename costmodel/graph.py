@@ -13,7 +13,8 @@ norm         features, statistics (2 for layer norm: mean and variance; 1 for RM
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
 loss         vocabulary: cross entropy of logits that may be split along the vocabulary
-opaque       none: any other layer; it can be split along the batch only
+opaque       optionally products (number of kernels that compute its FLOPs): any other layer; it can be split along the
+             batch only
 ===========  ====================================================================================================
 
 Further kinds can be registered (:mod:`autoddl.costmodel.kinds`).
@@ -125,6 +126,27 @@ class LayerGraph:
     def data_readers(self) -> tuple[Layer, ...]:
         """The layers that read an input of the model, in topological order."""
         return tuple(layer for layer in self.layers if not self.inputs(layer.name) and kind_of(layer.kind).reads_data)
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Rows of one sample in the data; None if samples are no sequences, or if inputs of several lengths are read.
+
+        Tables of positions do not count, since they may be longer than the sequence.
+
+        >>> from autoddl.zoo import resolve_model
+        >>> resolve_model("gpt2", sequence=512).sequence_length, resolve_model("vgg13").sequence_length
+        (512, None)
+        """
+        lengths = {
+            layer.rows if kind_of(layer.kind).is_lookup else math.prod(layer.input_shape[:-1])
+            for layer in self.data_readers
+        }
+        return lengths.pop() if self.sample == "sequence" and len(lengths) == 1 else None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the data are numbers of rows of tables alone, such as tokens."""
+        return all(kind_of(layer.kind).is_lookup for layer in self.data_readers)
 
     @property
     def num_parameters(self) -> int:

@@ -26,10 +26,29 @@ from . import Result, Status
 from .comparison import BaselineFigures, baseline_figures
 from .executorcost import AllStrategies, best_of_all_strategies, executor_note, infeasible_for_executor
 from .options import Options, memory_limit_of
-from .sweep import NOT_BETTER, SAME, BestPlan, Candidate, InfeasibleError, PriceBooks, Sweep, is_offered
+from .sweep import (
+    NOT_BETTER,
+    SAME,
+    BestPlan,
+    Candidate,
+    InfeasibleError,
+    NothingFoundError,
+    PriceBooks,
+    Sweep,
+    is_offered,
+)
 from .verify import Claim, verify
 
-__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
+__all__ = [
+    "BaselineFigures",
+    "Candidate",
+    "InfeasibleError",
+    "NothingFoundError",
+    "Options",
+    "Planned",
+    "end_of",
+    "make_plan",
+]
 
 
 @dataclass(frozen=True)

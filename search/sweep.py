@@ -56,6 +56,7 @@ __all__ = [
     "BestPlan",
     "Candidate",
     "InfeasibleError",
+    "NothingFoundError",
     "PriceBooks",
     "Sweep",
     "is_offered",
@@ -96,6 +97,10 @@ class InfeasibleError(UserError):
     def __init__(self, message: str, least_bytes: float = math.inf):
         super().__init__(message)
         self.least_bytes = least_bytes
+
+
+class NothingFoundError(UserError):
+    """No plan that fits was found before the search reached a limit of its own, though there may be one."""
 
 
 @dataclass(frozen=True)
@@ -451,7 +456,7 @@ class Sweep:
         """
         self.stop.check()
         if any(candidate.lower_bound < math.inf for candidate in self.candidates):
-            return UserError(
+            return NothingFoundError(
                 f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
                 "device before it reached its limit; use method='exact', or raise the limit"
             )

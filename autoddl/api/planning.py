@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +89,10 @@ def plan(
     if pipeline is not None and planner_options.executor != EAGER:
         raise UserError(f"executor={planner_options.executor!r} is for plans without a pipeline: {NO_PIPELINE}")
     graph, devices = _graph_and_cluster(model, inputs, cluster, options)
-    if pipeline is None:
-        return _plan_without_pipeline(graph, devices, planner_options, options["stop"])
-    return _plan_with_pipeline(graph, devices, planner_options, pipeline, allow_stale, options["stop"])
+    with _naming_the_sequence(graph):
+        if pipeline is None:
+            return _plan_without_pipeline(graph, devices, planner_options, options["stop"])
+        return _plan_with_pipeline(graph, devices, planner_options, pipeline, allow_stale, options["stop"])
 
 
 def _graph_and_cluster(
@@ -102,6 +103,23 @@ def _graph_and_cluster(
     )
     sizes = options["nodes"], options["devices_per_node"], options["latency_s"], options["bandwidth"]
     return graph, cluster_of(cluster, *sizes)
+
+
+@contextlib.contextmanager
+def _naming_the_sequence(graph: LayerGraph) -> Iterator[None]:
+    """If no plan fits, add to the error that the sequence is the longest of a configuration, not one that the user gave."""
+    from autoddl.pipelines.planners import PlannerError
+    from autoddl.search.planner import InfeasibleError, NothingFoundError
+
+    from ..zoo.huggingface import sequence_note_of
+
+    try:
+        yield
+    except (InfeasibleError, NothingFoundError, PlannerError) as error:
+        note = sequence_note_of(graph)
+        if note is not None:
+            error.args = (f"{error}; {note}",)
+        raise
 
 
 def _planner_options(method: str, options: PlanningOptions) -> Options:
@@ -223,7 +241,8 @@ def compare(
 
     graph, devices = _graph_and_cluster(model, inputs, cluster, options)
     stop = options["stop"] or Stop()
-    exact = make_plan(graph, devices, options_of("exact"), stop=stop)
+    with _naming_the_sequence(graph):
+        exact = make_plan(graph, devices, options_of("exact"), stop=stop)
     rows: list[Mapping[str, Any]] = []
     for name in names:
         if name == "exact":

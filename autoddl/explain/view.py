@@ -12,6 +12,7 @@ from functools import cached_property
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.units import counted
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.evaluation import Evaluation
 
@@ -22,7 +23,7 @@ from .groups import StageGroup, stage_groups
 from .searched import Certificate, RivalFigures, StrategySpace, certificate_of, rivals_of, strategy_space_of
 from .steptime import StepPart, step_parts
 
-__all__ = ["PlanView", "peak_share", "plan_heading", "view_of"]
+__all__ = ["PlanView", "batch_text", "peak_share", "plan_heading", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,24 @@ def plan_heading(model: str, cluster: Cluster) -> str:
     """
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     return f"{model} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}"
+
+
+def batch_text(graph: LayerGraph, batch: int) -> str:
+    """Return the samples of a training step in words; for sequences also their length and the number of tokens.
+
+    Rows of sequences that are not looked up in tables, such as frames of speech, are called rows.
+
+    >>> from autoddl.zoo import resolve_model
+    >>> batch_text(resolve_model("gpt2"), 512)
+    '512 sequences of 1,024 tokens per step (524,288 tokens)'
+    >>> batch_text(resolve_model("vgg13"), 4096)
+    '4,096 images per step'
+    """
+    samples, length = counted(batch, graph.sample), graph.sequence_length
+    if length is None:
+        return f"{samples} per step"
+    row = "token" if graph.reads_tokens else "row"
+    return f"{samples} of {counted(length, row)} per step ({counted(batch * length, row)})"
 
 
 def peak_share(graph: LayerGraph, cluster: Cluster, workload: Workload, rate: float) -> float:

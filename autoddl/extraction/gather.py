@@ -482,7 +482,8 @@ class _Gathering(Assembly):
         learned = [t for member in operators for t in graph.learned_inputs(member)]
         variables = self._parameters(learned, op.path)
         inputs = self._source_layers(active)
-        sample_flops = sum(flops(graph, member) for member in operators) / graph.batch
+        products = [count for member in operators if (count := flops(graph, member))]
+        sample_flops = sum(products) / graph.batch
         intermediate = [t for m in operators for t in m.outputs if t != output and graph.has_batch(t)]
         kept = sum(graph.elements(tensor) for tensor in intermediate) // graph.batch
         if self._continues_opaque(op, inputs, active):
@@ -491,6 +492,7 @@ class _Gathering(Assembly):
             draft.layer = replace(
                 draft.layer,
                 output_shape=graph.sample_shape(output),
+                attributes=_with_products(draft.layer, len(products)),
                 flops=draft.layer.flops + sample_flops,
                 kept_elements=draft.layer.kept_elements + kept,
             )
@@ -504,6 +506,7 @@ class _Gathering(Assembly):
                 graph.sample_shape(source),
                 graph.sample_shape(output),
                 flops=sample_flops,
+                products=len(products),
                 kept_elements=kept,
                 modules=(op.path,) if is_module else (),
             )
@@ -530,6 +533,12 @@ class _Gathering(Assembly):
             and self._is_leaf(op.path)
             and all(self.graph.sole_consumer(tensor) is not None for tensor in active)
         )
+
+
+def _with_products(layer: Layer, products: int) -> dict[str, int]:
+    """Return the attributes of an opaque layer after operators with further ``products`` have joined it."""
+    total = layer.attributes.get("products", 0) + products
+    return {**layer.attributes, "products": total} if total else dict(layer.attributes)
 
 
 def _fused_name(names: Sequence[str]) -> str:

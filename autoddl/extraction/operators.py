@@ -305,10 +305,26 @@ class OperatorGraph:
         return tuple(range(num_dims))
 
 
+#: Products of the matrices ``a`` and ``b``, or of equal batches of them.
+_MATRIX_PRODUCTS = frozenset({"matmul", "batch_matmul", "broadcast_matmul"})
+#: Convolutions: every element of the output is a product with one filter of the weight.
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "deform_conv2d"})
+#: Transposed convolutions: every element of the input is multiplied with all that the weight holds for its channel.
+_TRANSPOSED_CONVOLUTIONS = frozenset({"deconv1d", "deconv2d", "deconv3d"})
+#: Products of rows with the matrices of the argument given, fused with what follows them.
+_FUSED_PRODUCTS = {
+    "cublas_fused_mlp": "weights",
+    "fused_matmul_bias": "weight",
+    "fused_matmul_bias_add_relu_dropout": "weights",
+}
+
+
 def flops(graph: OperatorGraph, op: Operator) -> float:
     """Return the forward FLOPs of a matrix product or a convolution on the whole batch; 0 for other operators.
 
-    A multiply-add counts as two FLOPs.
+    A multiply-add counts as two FLOPs.  Lookups, reductions and element-wise operators count none: memory traffic bounds them.
+    Groups, also the single channels of a depthwise convolution, are in the shape of the weight: its second dimension is the
+    number of input channels of a group (for transposed convolutions, of output channels).
 
     >>> product = Operator("fc-matmul-0", "matmul", "fc", {"a": ("x",), "b": ("w",)}, {"out": ("y",)})
     >>> shapes = {"x": (4, 8), "w": (8, 16), "y": (4, 16)}
@@ -316,15 +332,36 @@ def flops(graph: OperatorGraph, op: Operator) -> float:
     >>> flops(graph, product)
     1024.0
     """
-    if op.kind in ("matmul", "batch_matmul", "broadcast_matmul"):
-        left = graph.shapes[op.arguments["a"][0]]
-        return 2.0 * graph.elements(op.output) * left[-2 if op.attributes.get("transpose_a") else -1]
-    if op.kind in ("conv1d", "conv2d", "conv3d"):
-        weight = graph.shapes[op.arguments["weight"][0]]
-        return 2.0 * graph.elements(op.output) * graph.elements(op.arguments["weight"][0]) / weight[0]
-    if op.kind in ("deconv1d", "deconv2d", "deconv3d"):
-        weight = graph.shapes[op.arguments["weight"][0]]
-        return 2.0 * graph.elements(op.arguments["in"][0]) * graph.elements(op.arguments["weight"][0]) / weight[0]
+    shapes, elements, kind = graph.shapes, graph.elements, op.kind
+
+    def argument(key: str) -> str:
+        return op.arguments[key][0]
+
+    if kind in _MATRIX_PRODUCTS:
+        return 2.0 * elements(op.output) * shapes[argument("a")][-2 if op.attributes.get("transpose_a") else -1]
+    if kind in _CONVOLUTIONS:
+        weight = argument("weight")
+        return 2.0 * elements(op.output) * elements(weight) / shapes[weight][0]
+    if kind in _TRANSPOSED_CONVOLUTIONS:
+        weight = argument("weight")
+        return 2.0 * elements(argument("in")) * elements(weight) / shapes[weight][0]
+    if kind in _FUSED_PRODUCTS:
+        rows = elements(argument("x")) / shapes[argument("x")][-1]
+        return 2.0 * rows * sum(elements(weight) for weight in op.arguments[_FUSED_PRODUCTS[kind]])
+    if kind == "matrix_vector_product":
+        return 2.0 * elements(argument("a"))
+    if kind == "vector_matrix_product":
+        return 2.0 * elements(argument("b"))
+    if kind == "dot":
+        return 2.0 * elements(argument("x"))
+    if kind == "fused_cross_feature_interaction":
+        return 2.0 * elements(op.results["matmul_result"][0]) * shapes[argument("x")][-1]
+    if kind == "fused_dot_feature_interaction" and op.attributes.get("pooling") == "none":
+        # The products of all pairs of features; a pooled sum of them is computed from sums and squares.
+        batch, _, width = shapes[argument("features")]
+        return 2.0 * batch * width * sum(shapes[tensor][1] for tensor in op.arguments["features"]) ** 2
+    if kind == "fused_self_attention_query_mul_key_and_value":
+        return 2.0 * elements(op.results["query_mul_key"][0]) * op.attributes["head_size"]
     return 0.0
 
 

@@ -10,6 +10,7 @@ from autoddl.costmodel.units import format_bytes, format_count, format_seconds
 
 from ..explain import PlanView, RivalFigures
 from ..explain.searched import settings_of
+from ..explain.view import batch_text
 from ..plandocument import NOT_CLAIMED
 from .charts import Segment, bar
 from .markup import Content, Markup, element
@@ -243,7 +244,7 @@ def provenance_section(view: PlanView) -> Section:
     rows: list[tuple[str, Content]] = [
         ("Parameters", f"{plan.graph.num_parameters:,}"),
         ("Layers", f"{len(plan.graph.layers):,}"),
-        ("Batch", f"{workload.batch:,} {plan.graph.sample}s"),
+        ("Batch", batch_text(plan.graph, workload.batch)),
         ("Micro-batch", f"{workload.micro_batch:,}, {workload.num_micro_batches:,} per step"),
         ("Precision, optimizer", f"{workload.precision}, {workload.optimizer}"),
         ("Recomputation", view.recomputation),
@@ -263,6 +264,6 @@ def provenance_section(view: PlanView) -> Section:
     return Section(
         "provenance",
         "Workload and cluster",
-        f"{workload.batch:,} {plan.graph.sample}s per step on {view.plan.cluster.name}",
+        f"{batch_text(plan.graph, workload.batch)} on {view.plan.cluster.name}",
         (facts(rows), *_notes(tuple(notes)), facts(hashes)),
     )

@@ -8,6 +8,7 @@ from typing import Any
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.search.planner import Planned
 
+from ..explain.view import batch_text
 from .tables import Column, Table, Text
 
 __all__ = ["comparison_text"]
@@ -29,6 +30,7 @@ def comparison_text(exact: Planned, rows: Sequence[Row]) -> Text:
         (
             [
                 f"{exact.graph.name} on {cluster.name}, {cluster.num_devices} devices; lower bound {bound}",
+                f"  {batch_text(exact.graph, exact.workload.batch)}",
                 Table.of(_columns(exact), feasible),
                 *(f"  {row['name']}: {row['infeasible']}" for row in rows if "infeasible" in row),
                 *([f"  {exact.left_out}"] if exact.left_out else []),

@@ -9,6 +9,7 @@ from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..explain import Alternative, Choice, Explanation, PlanView, StepPart
+from ..explain.view import batch_text
 from .layers import legend
 from .tables import Column, Section, Table, Text
 
@@ -37,7 +38,12 @@ def _heading(view: PlanView) -> Section:
     if view.objective == "communication":
         minimised = f", of it {format_seconds(view.communication_s)} communication (minimised)"
     executed = "" if view.plan.executor == EAGER else f", executor {view.plan.executor}"
-    return [view.heading, f"  {format_seconds(view.step_s)} per step{minimised}, {view.verdict}{executed}"]
+    samples = batch_text(view.plan.graph, view.plan.workload.batch)
+    return [
+        view.heading,
+        f"  {samples}",
+        f"  {format_seconds(view.step_s)} per step{minimised}, {view.verdict}{executed}",
+    ]
 
 
 def _step_parts(view: PlanView) -> Section:

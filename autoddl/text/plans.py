@@ -25,7 +25,7 @@ from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.pipelines.joint.result import PlanResult, Rival, recomputed_text
 from autoddl.pipelines.joint.rivals import describe
 
-from ..explain.view import peak_share, plan_heading
+from ..explain.view import batch_text, peak_share, plan_heading
 from ..trusting import PlanTrust
 from .layers import heading, layouts_of, legend, place, repeated
 from .tables import Column, Section, Table, Text
@@ -92,7 +92,7 @@ def heading_section(graph: LayerGraph, cluster: Cluster, workload: Workload, mor
     return [
         plan_heading(graph.name, cluster),
         f"  {graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}{more}",
-        f"  {workload.batch} {graph.sample}s per step in {passes}",
+        f"  {batch_text(graph, workload.batch)} in {passes}",
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from autoddl.costmodel.documents import load_json
@@ -19,7 +20,7 @@ from autoddl.costmodel.reading import shown_path
 from autoddl.costmodel.suggestions import closest, did_you_mean
 
 from .feedforward import VGG_FEATURES, mlp, vgg
-from .huggingface import HUGGINGFACE_TYPES, transformer_from_config
+from .huggingface import HUGGINGFACE_TYPES, sequence_note, transformer_from_config
 from .named import FAMILIES, TRANSFORMERS, build_transformer, sized_transformer
 from .transformers import Transformer, bert, gpt, llama, pad_vocabulary
 
@@ -71,7 +72,8 @@ def resolve_model(
         text: a name (``gpt2-xl``, ``vgg13``), sizes (``gpt:24x1024``, ``mlp:4096,1024,10``), a HuggingFace ``config.json`` or
             its folder, a saved graph, or ``FILE.py:FUNCTION``.
         heads: number of attention heads of a built-in transformer, instead of the model's own.
-        sequence: tokens per sample of a built-in transformer, instead of the model's own.
+        sequence: tokens per sample of a built-in transformer, instead of the model's own.  The own one of a ``config.json`` is
+            the longest that it allows; a note in the graph says so.
         vocabulary: size of its vocabulary, instead of the model's own. It is always padded to a multiple of 128; a note in the
             graph says so.
 
@@ -148,7 +150,10 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
     where = shown_path(path)
     if isinstance(value, dict) and "model_type" in value:
         family, model = transformer_from_config(value, where)
-        return build_transformer(family, model, **options)
+        graph = build_transformer(family, model, **options)
+        if options["sequence"] is not None:
+            return graph
+        return replace(graph, notes=(*graph.notes, sequence_note(value, model)))
     if not isinstance(value, dict):
         raise UserError(
             f"{where}: holds no JSON object, as saved graphs and the config.json of a HuggingFace model are"

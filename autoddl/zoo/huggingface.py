@@ -14,13 +14,16 @@ from typing import Any
 
 from autoddl.costmodel.documents import show_json
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.limits import MAX_SIZES
 from autoddl.costmodel.suggestions import did_you_mean
 
 from .transformers import Transformer
 
-__all__ = ["HUGGINGFACE_TYPES", "transformer_from_config"]
+__all__ = ["HUGGINGFACE_TYPES", "sequence_note", "sequence_note_of", "transformer_from_config"]
 
+#: The beginning of the note on a sequence that the user did not give.
+_SEQUENCE_NOTE = "the sequence is "
 #: Longest name for which a similar known name is suggested.
 _LONGEST_NAME = 60
 #: Epilogues by HuggingFace's names of activations.
@@ -194,6 +197,33 @@ def transformer_from_config(value: Any, where: str) -> tuple[str, Transformer]:
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(f"{where}: ") else f"{where}: {text}") from None
+
+
+def sequence_note(value: Mapping[str, Any], model: Transformer) -> str:
+    """Return the note that the sequence is the longest that a configuration allows, since the user gave none.
+
+    Args:
+        value: the parsed ``config.json``, which :func:`transformer_from_config` has read.
+        model: the sizes that were read from it.
+
+    >>> config = {"model_type": "qwen2", "max_position_embeddings": 131072}
+    >>> print(sequence_note(config, transformer_from_config(config, "config.json")[1]))
+    the sequence is 131,072 tokens, max_position_embeddings of its configuration; sequence=N changes it
+    """
+    kind = value["model_type"]
+    # Only GPT-2 has another name for the field; its own name takes precedence.
+    field = "max_position_embeddings"
+    if kind == "gpt2" and ("n_positions" in value or field not in value):
+        field = "n_positions"
+    source = f"{field} of its configuration" if field in value else f"{field} of {kind} by default"
+    positions = model.positions or model.sequence
+    unused = f" ({positions:,}) less {positions - model.sequence}" if positions > model.sequence else ""
+    return f"{_SEQUENCE_NOTE}{model.sequence:,} tokens, {source}{unused}; sequence=N changes it"
+
+
+def sequence_note_of(graph: LayerGraph) -> str | None:
+    """Return the note of :func:`sequence_note` among the notes of a graph; None if it has none."""
+    return next((note for note in graph.notes if note.startswith(_SEQUENCE_NOTE)), None)
 
 
 def _without_aliases(value: Mapping[str, Any]) -> dict[str, Any]:

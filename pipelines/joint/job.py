@@ -85,8 +85,8 @@ class PlanningJob:
     def arithmetic_s(self) -> float:
         """Seconds of the arithmetic of a step, forward and backward, on all devices at full speed: a lower bound on every step.
 
-        It has the FLOPs that the cost model prices.  These may be fewer than a layer graph states: layers of unknown kinds
-        are priced by memory traffic alone.
+        It has the FLOPs that the cost model prices, not those that a layer graph states: the backward pass of a layer that reads
+        the data computes fewer, and fused causal attention does too.
         """
         one_device, workload = data_parallel((1,)), replace(self.workload, recompute="none")
         total = LocalWork()

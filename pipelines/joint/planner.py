@@ -26,7 +26,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, NO_PIPELINE
 from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
 from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
-from autoddl.search.planner import InfeasibleError, Planned, make_plan
+from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, make_plan
 
 from ..planners import Clock
 from .evaluation import Evaluation, evaluate_unpipelined
@@ -51,10 +51,6 @@ _SHARE_OF_TRIALS = 0.01
 _SHARE_OF_INCUMBENT = 0.15
 #: Share of the time limit for the least sufficient memory, if no plan fits.
 _SHARE_OF_LEAST_MEMORY = 0.5
-
-
-class _NotFoundError(UserError):
-    """No plan was found within the time limit, though there may be one."""
 
 
 def plan_jointly(
@@ -123,7 +119,7 @@ def _plan_without_pipeline(job: PlanningJob) -> tuple[Planned | None, UserError 
         return make_plan(job.graph, job.cluster, job.options.base, stop=stop), None
     except StopRequestedError:
         job.stop.check()
-        return None, _NotFoundError("no plan was found within its share of the time limit")
+        return None, NothingFoundError("no plan was found within its share of the time limit")
     except UserError as error:
         return None, error
 
@@ -188,7 +184,7 @@ def _plan_by_search(
             reason = "; some settings stay undecided: raise memory_limit_bytes"
             if clock.is_over:
                 reason = f" within {job.time_limit_s:g} s; raise time_limit_s"
-            raise UserError(f"no plan of {job.graph.name} that fits was found{reason}")
+            raise NothingFoundError(f"no plan of {job.graph.name} that fits was found{reason}")
         raise _infeasible(job, *_least_memory(job, explorer), error)
     rivals = [_with_bound_of_space(job, rival, explored) for rival in rivals]
     cost = _cost(job, best)
@@ -229,7 +225,7 @@ def _bound_without_pipeline(unpipelined: Planned | None, error: UserError | None
     """Lower bound on the cost of all plans without a pipeline; infinite if there is no such plan."""
     if unpipelined is not None:
         return unpipelined.lower_bound
-    return 0.0 if isinstance(error, _NotFoundError) else math.inf
+    return 0.0 if isinstance(error, NothingFoundError) else math.inf
 
 
 def _considered(job: PlanningJob, explored: Explored, explorer: Explorer, unpipelined: Planned | None) -> Considered:

@@ -50,6 +50,7 @@ WHOLE = [  # everything in user_models.py that is a model
         "norms_by_hand",
     ),
     *("parallel_branches", "across_samples", "low_rank", "bag", "two_losses", "single"),
+    *("lstm", "deep_lstm", "projected_lstm", "gru", "rnn"),
 ]
 
 
@@ -219,7 +220,10 @@ def test_graphs_are_sound(name, tmp_path):
 def test_every_model_is_tested():
     functions = {node.name for node in ast.parse(MODELS.read_text()).body if isinstance(node, ast.FunctionDef)}
     faults = {name for name, _ in FAULTS}
-    assert functions - {"tokens", "heads", "mask_in_list"} == set(WHOLE) | faults - {"not_callable", "absent"}
+    assert functions - {"tokens", "heads", "mask_in_list", "stacked"} == set(WHOLE) | faults - {
+        "not_callable",
+        "absent",
+    }
 
 
 # ---- What comes of models that are not built in -------------------------------------------------------------------------------
@@ -369,7 +373,30 @@ def test_recurrent_module_is_one_layer():
         ("lstm", "opaque"),
         ("o", "linear"),
     ]
-    assert graph["lstm"].output_shape == (6, 8) and graph["lstm"].flops == 6 * 2 * 2 * 8 * 32
+    assert graph["lstm"].output_shape == (6, 8) and graph["lstm"].flops == 6 * 2 * 4 * 8 * (8 + 8)
+    # Each of the 6 time steps multiplies its input and the hidden features with a matrix.
+    assert graph["lstm"].attributes == {"products": 12}
+    assert (graph.sequence_length, graph.reads_tokens) == (6, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "products"),
+    [
+        # 5 time steps; 4 gates of 16 features, from 8 inputs and 16 hidden features.
+        ("lstm", 5 * 2 * 4 * 16 * (8 + 16), 10),
+        # 2 directions; the second layer reads the 32 features of both.
+        ("deep_lstm", 5 * 2 * 2 * 4 * 16 * ((8 + 16) + (32 + 16)), 40),
+        # The 16 hidden features are projected to 6, which are the hidden input.
+        ("projected_lstm", 5 * 2 * (4 * 16 * (8 + 6) + 16 * 6), 15),
+        ("gru", 5 * 2 * 3 * 16 * (8 + 16), 10),
+        ("rnn", 5 * 2 * 16 * (8 + 16), 10),
+    ],
+)
+def test_flops_of_recurrent_modules(name, flops, products):
+    graph = extracted(name)
+    (layer,) = (layer for layer in graph.layers if layer.kind == "opaque")
+    assert layer.flops == flops and layer.attributes == {"products": products}
+    assert graph.flops - layer.flops == 5 * 2 * 8 * 8  # the linear layer
 
 
 def test_gate_in_one_matrix():

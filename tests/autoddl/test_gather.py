@@ -12,7 +12,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.extraction.blocks import mark_blocks
 from autoddl.extraction.gather import gather
 from autoddl.extraction.norms import find_norms
-from autoddl.extraction.operators import ModelTensor, Operator, OperatorGraph
+from autoddl.extraction.operators import ModelTensor, Operator, OperatorGraph, flops
 from autoddl.zoo.layers import add, linear, norm
 
 BATCH = 2
@@ -92,6 +92,92 @@ def test_unknown_operators_of_one_module_are_one_opaque_layer():
     assert odd.input_shape == (1, 8) and odd.output_shape == (1, 5) and odd.kept_elements == 5
     assert [p.name for p in odd.parameters] == ["odd.p"]
     assert graph.notes == ("fft+median (odd): can be split along the batch only",)
+
+
+def test_products_of_an_opaque_layer_are_counted():
+    """Two products in one module, (1 x 8)(8 x 6) and (1 x 6)(6 x 5) per sample: 96 and 60 FLOPs in 2 kernels."""
+    tape = Tape(x=(BATCH, 8))
+    h = tape.op(
+        "cumsum", (BATCH, 8), "odd", x=tape.op("scalar_mul", (BATCH, 8), x="x"), p=tape.parameter("odd.p", (8,))
+    )
+    for number, (before, after) in enumerate([(8, 6), (6, 5)]):
+        weight = tape.parameter(f"odd.w{number}", (BATCH, before, after))
+        h = tape.op("batch_matmul", (BATCH, after), "odd", a=h, b=weight)
+    (odd,) = gather(tape.graph(h, leaves=["odd"]), "model").layers
+    assert odd.kind == "opaque" and odd.flops == 96 + 60 and odd.attributes == {"products": 2}
+
+
+#: Kind of an operator, the shapes of its arguments and results, its attributes, and its FLOPs on the whole batch of 2.
+OPERATORS = {
+    # 2 * 3 rows of (1 x 8)(8 x 5)
+    "broadcast_matmul": ({"a": (2, 3, 8), "b": (8, 5)}, {"out": (2, 3, 5)}, {}, 2 * 3 * 2 * 8 * 5),
+    "batch_matmul": ({"a": (2, 8, 3), "b": (2, 8, 5)}, {"out": (2, 3, 5)}, {"transpose_a": True}, 2 * 3 * 2 * 8 * 5),
+    "matrix_vector_product": ({"a": (2, 8), "b": (8,)}, {"out": (2,)}, {}, 2 * 2 * 8),
+    "vector_matrix_product": ({"a": (8,), "b": (8, 2)}, {"out": (2,)}, {}, 2 * 8 * 2),
+    "dot": ({"x": (16,), "y": (16,)}, {"out": ()}, {}, 2 * 16),
+    "fused_matmul_bias": ({"x": (2, 3, 8), "weight": (5, 8), "bias": (5,)}, {"out": (2, 3, 5)}, {}, 2 * 3 * 2 * 8 * 5),
+    # 8 -> 4 -> 6
+    "cublas_fused_mlp": ({"x": (2, 8), "weights": [(4, 8), (6, 4)]}, {"out": (2, 6)}, {}, 2 * 2 * (8 * 4 + 4 * 6)),
+    # 4 groups of 2 channels each, 3 taps: every element of the output has 6 multiply-adds.
+    "conv1d": ({"in": (2, 8, 10), "weight": (16, 2, 3)}, {"out": (2, 16, 8)}, {"groups": 4}, 2 * 2 * 16 * 8 * 2 * 3),
+    # Depthwise: every channel by itself, 3 x 3 taps.
+    "conv2d": ({"in": (2, 4, 9, 9), "weight": (4, 1, 3, 3)}, {"out": (2, 4, 7, 7)}, {"groups": 4}, 2 * 2 * 4 * 49 * 9),
+    "conv3d": (
+        {"in": (2, 4, 6, 6, 6), "weight": (6, 4, 3, 3, 3)},
+        {"out": (2, 6, 4, 4, 4)},
+        {},
+        2 * 2 * 6 * 64 * 4 * 27,
+    ),
+    # 2 groups, 8 channels to 16: every element of the input is multiplied with 8 channels of 2 x 2 taps.
+    "deconv2d": ({"in": (2, 8, 5, 5), "weight": (8, 8, 2, 2)}, {"out": (2, 16, 10, 10)}, {}, 2 * 2 * 8 * 25 * 8 * 4),
+    "deform_conv2d": (
+        {"input": (2, 4, 9, 9), "weight": (6, 4, 3, 3)},
+        {"output": (2, 6, 7, 7)},
+        {},
+        2 * 2 * 6 * 49 * 4 * 9,
+    ),
+    # All pairs of 3 + 1 features of length 8.
+    "fused_dot_feature_interaction": (
+        {"features": [(2, 3, 8), (2, 1, 8)]},
+        {"out": (2, 6)},
+        {"pooling": "none"},
+        2 * 4 * 4 * 2 * 8,
+    ),
+    # (1 x 8)(8 x 8)
+    "fused_cross_feature_interaction": (
+        {"x": (2, 8), "weight": (8, 8), "x0": (2, 8), "bias": (8,)},
+        {"out": (2, 8), "matmul_result": (2, 8)},
+        {"interaction_mode": "matrix"},
+        2 * 2 * 8 * 8,
+    ),
+    # 2 samples of 5 positions and 3 heads of 4 features: 25 products of length 4 for each head.
+    "fused_self_attention_query_mul_key_and_value": (
+        {"hidden_states": (5, 2, 36)},
+        {"query_mul_key": (2, 3, 5, 5), "value": (2, 3, 5, 4)},
+        {"head_size": 4},
+        2 * 2 * 3 * 25 * 4,
+    ),
+    # A bag of embeddings: a lookup and a sum compute no products.
+    "gather": ({"in": (100, 8), "indices": (2, 3)}, {"out": (2, 3, 8)}, {}, 0),
+    "reduce_sum": ({"input_tensor": (2, 3, 8)}, {"output_tensor": (2, 8)}, {"axis": (1,)}, 0),
+}
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_flops_of_operators(kind):
+    arguments, results, attributes, expected = OPERATORS[kind]
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def named(table) -> dict[str, tuple[str, ...]]:
+        names = {}
+        for key, value in table.items():
+            several = value if isinstance(value, list) else [value]
+            names[key] = tuple(f"{key}{i}" for i in range(len(several)))
+            shapes.update(zip(names[key], several))
+        return names
+
+    op = Operator("op", kind, "", named(arguments), named(results), attributes)
+    assert flops(OperatorGraph((op,), shapes, (), {}, (), BATCH), op) == expected
 
 
 def norm_tape(statistic_of_product: bool, centred: bool) -> tuple[Tape, str]:

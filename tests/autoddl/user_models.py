@@ -321,6 +321,31 @@ def recurrent():
     return Recurrent(), tokens()
 
 
+def stacked(module: nn.Module):
+    """A recurrent module behind a linear layer, on sequences of 5 rows of 8 features."""
+    return nn.Sequential(nn.Linear(8, 8), module), flow.randn(BATCH, 5, 8)
+
+
+def lstm():
+    return stacked(nn.LSTM(8, 16, batch_first=True))
+
+
+def deep_lstm():
+    return stacked(nn.LSTM(8, 16, num_layers=2, bidirectional=True, batch_first=True))
+
+
+def projected_lstm():
+    return stacked(nn.LSTM(8, 16, proj_size=6, batch_first=True))
+
+
+def gru():
+    return stacked(nn.GRU(8, 16, batch_first=True))
+
+
+def rnn():
+    return stacked(nn.RNN(8, 16, batch_first=True))
+
+
 class Gated(nn.Module):
     """Gate and up side by side in one matrix, the gate second."""
 

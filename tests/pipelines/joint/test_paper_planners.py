@@ -39,15 +39,18 @@ def test_papers_plans_are_those_of_their_planners():
     assert rows["WPipe"].infeasible == "asynchronous; offered with allow_stale=True"
 
 
-def test_the_bound_has_only_flops_that_are_priced():
-    """An opaque layer is priced by its memory traffic, whatever FLOPs its layer graph states."""
-    layers = [opaque(f"o{i}", (64, 32), (64, 32), flops=1e18) for i in range(4)]
+def test_the_bound_has_the_flops_of_opaque_layers():
+    """4 layers of 1e15 FLOPs per sample and 16 samples: 3 * 4 * 16 * 1e15 = 1.92e17 FLOPs of a step, on 4 devices."""
+    layers = [opaque(f"o{i}", (64, 32), (64, 32), flops=1e15) for i in range(4)]
     builder = GraphBuilder("opaque", "row")
     last = None
     for layer in layers:
         last = builder.add(layer, *(() if last is None else (last,)))
     found = plan_jointly(builder.build(), MACHINE, JointOptions(Options(batch=16), "dapple"))
-    assert 0 <= found.lower_bound_s < found.evaluation.step_s and not found.optimal
+    device = MACHINE.device
+    ideal_s = 1.92e17 / 4 / (device.efficiency * device.peak("mixed"))
+    assert found.lower_bound_s == pytest.approx(ideal_s, rel=1e-6)
+    assert found.lower_bound_s < found.evaluation.step_s and not found.optimal
 
 
 @pytest.mark.slow
