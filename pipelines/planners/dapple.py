@@ -3,14 +3,16 @@
 1. For every micro-batch size that divides the global batch, the dynamic programme of :mod:`.dapple_search` finds the plans of
    smallest estimated latency (:mod:`.latency`).
 2. The best plan of each kind (widths of the stages, number of micro-batches) is simulated with DAPPLE's early-backward
-   schedule: unequal stages, re-slicing between stages of different width, gradient all-reduce over the actual device groups,
-   and as many micro-batches in flight as the policy allows and memory holds:
+   schedule: unequal stages, re-slicing between stages of different width, gradient all-reduce over the actual device groups
+   under the last backward of each stage (:mod:`.overlap`), and as many micro-batches in flight as the policy allows and memory holds:
 
        policy A: K_i = min(S - i, memory);  policy B: K_i = min(2 (S - i) - 1, memory), for slow boundaries
 
    Estimates are lower bounds of simulated latencies, so the ranking stops at the first estimate that is above the best
    simulation so far: no later plan can be better. (This holds among the candidates: a plan that the search dropped because
    another one of its state has a better estimate is not simulated.)
+3. The best plans are refined: their cuts move by one layer as long as that makes the simulation shorter. The estimate does not
+   see that a stage with more layers may hold too few micro-batches in flight.
 
 A stage's replicas do the same at the same time, so one worker of the simulated schedule stands for all of them.
 """
@@ -31,6 +33,7 @@ from .clock import Clock
 from .dapple_search import DeviceStates, PlacedCut, StageConstraints, search
 from .latency import StageCost, corrected_latency, latency
 from .network import Network, Placement, place_fresh_first
+from .overlap import exposed_s
 from .workload import PlannerError, ProfiledWorkload
 
 __all__ = ["DapplePlan", "DappleResult", "PlacedStage", "evaluate", "plan_dapple", "simulated_latency", "stage_costs"]
@@ -39,6 +42,8 @@ __all__ = ["DapplePlan", "DappleResult", "PlacedStage", "evaluate", "plan_dapple
 SLACK = 0.05
 #: Upper bound of the number of simulated candidates.
 MAX_SIMULATED = 48
+#: Number of plans that are refined.
+MAX_REFINED = 4
 #: Relative gap between estimate and simulation above which plans with memory for a full warm-up are searched for as well.
 GAP = 0.1
 
@@ -55,6 +60,7 @@ class PlacedStage:
         forward_s: forward of a micro-batch.
         backward_s: backward of a micro-batch.
         all_reduce_s: all-reduce of its gradients, per iteration.
+        exposed_all_reduce_s: the part of it after the last backward.
         in_flight: K_i, the most micro-batches between their forward and their backward at any time.
         memory_bytes: of one device.
     """
@@ -66,6 +72,7 @@ class PlacedStage:
     forward_s: float
     backward_s: float
     all_reduce_s: float
+    exposed_all_reduce_s: float
     in_flight: int
     memory_bytes: float
 
@@ -213,7 +220,7 @@ def stage_costs(workload: ProfiledWorkload, network: Network, candidate: PlacedC
             StageCost(
                 workload.forward_s(first, stop, slice_size),
                 workload.backward_s(first, stop, slice_size),
-                network.all_reduce(placement).time(workload.parameter_bytes(first, stop)),
+                exposed_s(workload, first, stop, slice_size, network.all_reduce(placement)),
             )
         )
         before = placement
@@ -246,7 +253,8 @@ def _stages(workload: ProfiledWorkload, network: Network, candidate: PlacedCut, 
                 devices=devices,
                 forward_s=costs[i].forward_s,
                 backward_s=costs[i].backward_s,
-                all_reduce_s=costs[i].all_reduce_s,
+                all_reduce_s=network.all_reduce(candidate.placements[i]).time(workload.parameter_bytes(first, stop)),
+                exposed_all_reduce_s=costs[i].all_reduce_s,
                 in_flight=in_flight,
                 memory_bytes=workload.stage_bytes(first, stop, slice_size, in_flight),
             )
@@ -306,6 +314,8 @@ def plan_dapple(
         plans = sorted([*plans, *_ranked(simulations, full, clock, plans[0].simulated_s)], key=_by_simulation)
     if not plans:
         raise workload.not_found_error("plan" if shape == StageConstraints() else "plan of that shape", clock)
+    refined = [_refined(simulations, plan, clock) for plan in plans[:MAX_REFINED]]
+    plans = sorted([*refined, *plans[MAX_REFINED:]], key=_by_simulation)
     return DappleResult(plans[0], tuple(plans), data_parallel)
 
 
@@ -387,6 +397,27 @@ def _ranked(
         plans.append(simulations.plan(candidate))
         best = min(best, plans[-1].simulated_s)
     return sorted(plans, key=_by_simulation)
+
+
+def _refined(simulations: _Simulations, plan: DapplePlan, clock: Clock) -> DapplePlan:
+    """Move single cuts by one layer as long as the simulation gets shorter, the best move first."""
+    placements = tuple(stage.placement for stage in plan.stages)
+    while not clock.is_over:
+        moved = []
+        for number in range(1, len(plan.stages)):
+            for step in (-1, 1):
+                cuts = (*plan.cuts[:number], plan.cuts[number] + step, *plan.cuts[number + 1 :])
+                if not cuts[number - 1] < cuts[number] < cuts[number + 1]:
+                    continue
+                try:
+                    moved.append(simulations.plan(PlacedCut(plan.num_micro_batches, cuts, placements, 0.0)))
+                except PlannerError:  # a stage no longer fits in memory
+                    continue
+        best = min([plan, *moved], key=_by_simulation)
+        if best is plan:
+            break
+        plan = best
+    return plan
 
 
 def _by_simulation(plan: DapplePlan) -> tuple[float, int, int]:
