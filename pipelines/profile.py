@@ -258,7 +258,7 @@ def profile_names() -> tuple[str, ...]:
     """Names of the profiles that come with AutoDDL.
 
     >>> profile_names()
-    ('bert-48', 'vgg-19')
+    ('bert-48', 'resnet-50', 'vgg-19')
     """
     files = resources.files("autoddl.pipelines.profiles").iterdir()
     return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))

@@ -11,15 +11,16 @@
    Estimates are lower bounds of simulated latencies, so the ranking stops at the first estimate that is above the best
    simulation so far: no later plan can be better. (This holds among the candidates: a plan that the search dropped because
    another one of its state has a better estimate is not simulated.)
-3. The best plans are refined: their cuts move by one layer as long as that makes the simulation shorter. The estimate does not
-   see that a stage with more layers may hold too few micro-batches in flight.
+3. The estimate does not see that a stage with more layers may hold too few micro-batches in flight. So pipelines of equal widths
+   whose cuts balance the times of the stages are simulated too, and the best plans are refined: their cuts move by one layer as
+   long as that makes the simulation shorter.
 
 A stage's replicas do the same at the same time, so one worker of the simulated schedule stands for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.nearest import divisors
@@ -32,7 +33,7 @@ from ..times import Times
 from .clock import Clock
 from .dapple_search import DeviceStates, PlacedCut, StageConstraints, search
 from .latency import StageCost, corrected_latency, latency
-from .network import Network, Placement, place_fresh_first
+from .network import Network, Placement, place_append_first, place_fresh_first
 from .overlap import exposed_s
 from .workload import PlannerError, ProfiledWorkload
 
@@ -314,6 +315,8 @@ def plan_dapple(
         plans = sorted([*plans, *_ranked(simulations, full, clock, plans[0].simulated_s)], key=_by_simulation)
     if not plans:
         raise workload.not_found_error("plan" if shape == StageConstraints() else "plan of that shape", clock)
+    even = _balanced(workload, network, sizes, shape)
+    plans = sorted([*plans, *_ranked(simulations, even, clock, plans[0].simulated_s)], key=_by_simulation)
     refined = [_refined(simulations, plan, clock) for plan in plans[:MAX_REFINED]]
     plans = sorted([*refined, *plans[MAX_REFINED:]], key=_by_simulation)
     return DappleResult(plans[0], tuple(plans), data_parallel)
@@ -328,21 +331,55 @@ def _seeds(
     clock: Clock,
 ) -> list[PlacedCut]:
     """Data parallelism and even pipelines. They are found quickly, and their best latency bounds the search."""
-    if shape.widths is not None:
-        return []
-    if shape.num_stages is None:
-        found, numbers = list(single), [n for n in divisors(workload.cluster.num_devices) if n > 1]
-    else:
-        found, numbers = [], [shape.num_stages]
-    for number in numbers:
-        if number <= workload.num_layers:
-            each, extra = divmod(workload.cluster.num_devices, number)
-            even = tuple(each + (stage < extra) for stage in range(number))
-            bound = min((c.latency_s for c in found), default=float("inf"))
-            found += _candidates(
-                workload, network, sizes, StageConstraints(widths=even, in_order=shape.in_order), clock, bound
-            )
+    found = list(single) if shape.length is None else []
+    for even in _even_widths(workload, shape):
+        bound = min((c.latency_s for c in found), default=float("inf"))
+        found += _candidates(
+            workload, network, sizes, StageConstraints(widths=even, in_order=shape.in_order), clock, bound
+        )
     return found
+
+
+def _even_widths(workload: ProfiledWorkload, shape: StageConstraints) -> Iterator[tuple[int, ...]]:
+    """Per number of stages that the constraints allow, above one unless they ask for it: widths that are as equal as possible."""
+    if shape.widths is not None:
+        return
+    devices = workload.cluster.num_devices
+    for number in [n for n in divisors(devices) if n > 1] if shape.num_stages is None else [shape.num_stages]:
+        if number <= workload.num_layers:
+            each, extra = divmod(devices, number)
+            yield tuple(each + (stage < extra) for stage in range(number))
+
+
+def _balanced(
+    workload: ProfiledWorkload, network: Network, sizes: Iterable[int], shape: StageConstraints
+) -> list[PlacedCut]:
+    """Pipelines of equal widths whose cuts balance the times of the stages and which fit in memory, best estimate first."""
+    found = []
+    for widths in _even_widths(workload, shape):
+        if len(set(widths)) > 1:
+            continue
+        placements = _placed(network, widths, place_append_first if shape.in_order else place_fresh_first)
+        for size in sizes:
+            slice_size = -(-size // widths[0])
+            cuts = workload.balanced_cuts(len(widths), slice_size)
+            if all(workload.most_in_flight(*layers, slice_size, 1) for layers in zip(cuts, cuts[1:])):
+                plain = PlacedCut(workload.batch // size, cuts, placements, 0.0)
+                estimate = latency(stage_costs(workload, network, plain), plain.num_micro_batches)
+                found.append(replace(plain, latency_s=estimate))
+    return sorted(found, key=lambda candidate: candidate.latency_s)
+
+
+def _placed(
+    network: Network, widths: Sequence[int], policy: Callable[[Placement, int, int], Placement]
+) -> tuple[Placement, ...]:
+    """The placements of stages of these widths, the last stage placed first."""
+    used: Placement = (0,) * network.num_machines
+    placements: list[Placement] = []
+    for width in reversed(widths):
+        placements.append(policy(used, width, network.devices_per_machine))
+        used = tuple(a + b for a, b in zip(used, placements[-1]))
+    return tuple(reversed(placements))
 
 
 def _candidates(
@@ -463,13 +500,8 @@ def evaluate(
         raise PlannerError(
             f"cuts {tuple(cuts)} should be {len(widths) - 1} ascending positions between 1 and {workload.num_layers - 1}"
         )
-    used: Placement = (0,) * network.num_machines
-    placements: list[Placement] = []
-    for width in reversed(widths):
-        placements.append(place_fresh_first(used, width, network.devices_per_machine))
-        used = tuple(a + b for a, b in zip(used, placements[-1]))
     simulations = _Simulations(workload, network)
-    blank = PlacedCut(1, whole, tuple(reversed(placements)), 0.0)
+    blank = PlacedCut(1, whole, _placed(network, widths, place_fresh_first), 0.0)
     plans = []
     fault: PlannerError | None = None
     for size in workload.micro_batches(micro_batch):
