@@ -177,11 +177,11 @@ class Profile:
                 f"profile {quote(self.name)}: micro-batch {self.micro_batch} should be from 1 to {MAX_BATCH}"
             )
         for layer in self.layers:
-            for field, most in _LARGEST.items():
-                value = getattr(layer, field)
+            for figure, most in _LARGEST.items():
+                value = getattr(layer, figure)
                 if not 0 <= value <= most:
                     raise ProfileError(
-                        f"profile {quote(self.name)}: {field} of layer {quote(layer.name)} is {value}, "
+                        f"profile {quote(self.name)}: {figure} of layer {quote(layer.name)} is {value}, "
                         f"should be from 0 to {most:g}"
                     )
         if not sum(layer.forward_s + layer.backward_s for layer in self.layers):

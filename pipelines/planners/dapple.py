@@ -4,7 +4,8 @@
    smallest estimated latency (:mod:`.latency`).
 2. The best plan of each kind (widths of the stages, number of micro-batches) is simulated with DAPPLE's early-backward
    schedule: unequal stages, re-slicing between stages of different width, gradient all-reduce over the actual device groups
-   under the last backward of each stage (:mod:`.overlap`), and as many micro-batches in flight as the policy allows and memory holds:
+   under the last backward of each stage (:mod:`.overlap`), and as many micro-batches in flight as the policy allows and memory
+   holds:
 
        policy A: K_i = min(S - i, memory);  policy B: K_i = min(2 (S - i) - 1, memory), for slow boundaries
 
