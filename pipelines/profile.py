@@ -19,32 +19,33 @@ Two forms are read:
      "layers": [{"name": "embeddings", "forward_s": 5.6e-5, "backward_s": 0, "activation_bytes": 4325376,
                  "parameter_bytes": 127131648},
                 {"name": "encoder", "repeat": 48, "forward_s": 0.00269, "backward_s": 0.00447,
-                 "activation_bytes": 4325376, "parameter_bytes": 50384896, "stored_bytes": 173000000}],
+                 "activation_bytes": 4325376, "parameter_bytes": 50384896, "stored_bytes": 145000000}],
      "edges": [[0, 1], [1, 2]]}
 
-``repeat`` stands for that many equal layers. ``edges`` are pairs of positions (after repetition); by default each layer feeds the
-next one. ``stored_bytes`` is what a layer keeps for its backward; by default only its output, which is a lower estimate for a
-layer of several operations.
+``repeat`` stands for that many equal layers. ``edges`` are pairs of positions (after repetition); by default each layer feeds
+the next one. ``stored_bytes`` is what a layer keeps for its backward; by default only its output, which is a lower estimate for
+a layer of several operations.
 
 *PipeDream's text graph* (also DAPPLE's), times in milliseconds, sizes in bytes, one node or one tab-indented edge per line::
 
     node2 -- Conv2d_1_1 -- forward_compute_time=3.4, backward_compute_time=6.8, activation_size=384e6, parameter_size=6835
     <TAB>node1 -- node2
 
-Nodes named ``Input...`` do no work and are left out: data is loaded where it is needed. The micro-batch is the ``N`` of ``pbs-N``
-in the file's name, or an argument. ``activation_size`` is only the node's output. What a node keeps for its backward is the field
-``stored_size``, if it has one, and otherwise follows from what the node is:
+Nodes named ``Input...`` do no work and are left out: data is loaded where it is needed. The micro-batch is the ``N`` of
+``pbs-N`` in the file's name, or an argument. ``activation_size`` is only the node's output. What a node keeps for its backward
+is the field ``stored_size``, if it has one, and otherwise follows from what the node is:
 
 - an operation that overwrites its input (``inplace`` in its name) keeps nothing;
-- a *transformer layer*, recognised by its 12 h^2 + 13 h parameters in fp32, keeps per sequence of s tokens, with a = h/64 heads,
+- a *transformer layer*, recognised by its 12 h^2 + 13 h parameters in fp32, keeps per sequence of s tokens and with a = h/64
+  heads
 
       4 (28 s h + 3 a s^2) bytes
 
   as TensorFlow 1, with which these profiles were measured, keeps a tensor per operation and in fp32: q, k, v (3 s h); softmax,
   dropout mask and their product (3 a s^2); context (s h); per residual branch the dropout mask, the sum and the scale of the
   normalisation (2 x 3 s h) and its output (2 x s h); the inner layer of width 4 h before and after its activation, and the two
-  factors of the activation (16 s h). Its output has s h numbers per sequence, and s^2 more if it passes on an attention mask (an
-  input that nothing trained precedes). For the 24 encoders of BERT (h = 1024, s = 384) that makes 1,736,441,856 bytes per
+  factors of the activation (16 s h). Its output has s h numbers per sequence, and s^2 more if it passes on an attention mask
+  (an input that nothing trained precedes). For the 24 encoders of BERT (h = 1024, s = 384) that makes 1,736,441,856 bytes per
   sequence; DAPPLE's planner states 1,736,689,664;
 - every other node is taken for one operation, and keeps its output.
 

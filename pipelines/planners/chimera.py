@@ -8,30 +8,31 @@ considered as well. Each configuration is evaluated twice.
 
     T = (F + c) C_f + (Bk + c) C_b + max over workers ( all-reduce time that is not hidden )
 
-for stages of equal times, with C_f forwards and C_b backwards on the critical path, c = alpha + beta L of one boundary message and
-the all-reduce of a stage over r = 2 f W replicas by Rabenseifner's algorithm,
+for stages of equal times, with C_f forwards and C_b backwards on the critical path, c = alpha + beta L of one boundary message
+and the all-reduce of a stage over r = 2 f W replicas by Rabenseifner's algorithm,
 
     2 log2(r) alpha + 2 (r - 1)/r beta L
 
 Stages of real models are not equal: an embedding, a head, layers that do not divide by D. So every task on the critical path is
-counted with the time of *its* stage, and with the c of the boundary that its output crosses (none behind the last stage's forward
-and the first stage's backward):
+counted with the time of *its* stage, and with the c of the boundary that its output crosses (none behind the last stage's
+forward and the first stage's backward):
 
     T = max over workers i of max( E_i, end of the last all-reduce on i )
 
-where E_i is the end of i's computing on the timeline in which a task takes F_s + c_s or Bk_s + c_s. For equal stages E is the sum
-of the formula above. A recomputation is a task of its own on this timeline: it delays only where it is on the critical path. An
-all-reduce starts when all members have launched it and the previous one of each member's stream has ended. If
+where E_i is the end of i's computing on the timeline in which a task takes F_s + c_s or Bk_s + c_s. For equal stages E is the
+sum of the formula above. A recomputation is a task of its own on this timeline: it delays only where it is on the critical
+path. An all-reduce starts when all members have launched it and the previous one of each member's stream has ended. If
 all-reduces overlap computing (``Times.all_reduce_overlaps_compute``) it then takes its time; otherwise it proceeds only in the
 *free regions* of the paper, the idle gaps of a worker.
 
-How far the model is off: it counts every message as time of its sender, where a simulation with overlap lets the sender go on. So
-it is never below the simulation, and exact without messages. If no message takes longer than a tenth of a forward it is at most 2
-% above the simulation; a third of a forward, 5 %; a whole forward, 13 %; three forwards, 35 %. For the transformers of the papers
-that is at most 4 %, for convolutional networks on slow links up to 25 % (``tests/pipelines/planners/test_chimera_model.py``).
-The formula for equal stages is 12 to 36 % above the simulation for Bert-48 on 32 nodes of Piz Daint if it is given the times of
-the slowest stage and of the slowest boundary for all, and if all-reduces proceed in free regions only; and 19 to 57 % above it
-if every backward on the critical path is preceded by its recomputation.
+How far the model is off: it counts every message as time of its sender, where a simulation with overlap lets the sender go on.
+So it is never below the simulation, and exact without messages. If no message takes longer than a tenth of a forward it is at
+most 2 % above the simulation; a third of a forward, 5 %; a whole forward, 13 %; three forwards, 35 %. For the transformers of
+the papers that is at most 4 %, for convolutional networks on slow links up to 25 %
+(``tests/pipelines/planners/test_chimera_model.py``). The formula for equal stages is 12 to 34 % above the simulation for
+Bert-48 on 32 nodes of Piz Daint if it is given the times of the slowest stage and of the slowest boundary for all, and if
+all-reduces proceed in free regions only; and 19 to 54 % above it if every backward on the critical path is preceded by its
+recomputation.
 
 *By simulation* of the same schedule with unequal stages, transfers that overlap compute, recomputations that start before the
 gradient has arrived, and eager-sync-opt all-reduces. The simulation decides; ``by_model`` is the choice of the model alone.
@@ -140,18 +141,22 @@ def _ends(timeline: Timeline) -> list[float]:
 def _last_all_reduce(timeline: Timeline, times: Times) -> float:
     """The end [s] of the last all-reduce, if all-reduces overlap computing; 0 if there is none."""
     launched: dict[int, float] = {}
-    members: dict[int, list[int]] = {}
-    for worker, (tasks, starts) in enumerate(zip(timeline.schedule.workers, timeline.starts)):
+    queues: list[list[int]] = []
+    for tasks, starts in zip(timeline.schedule.workers, timeline.starts):
+        queues.append([task.stage for task in tasks if task.kind is Kind.ALL_REDUCE])
         for task, start in zip(tasks, starts.tolist()):
             if task.kind is Kind.ALL_REDUCE:
                 launched[task.stage] = max(start, launched.get(task.stage, 0.0))
-                members.setdefault(task.stage, []).append(worker)
-    # All workers launch their stages in one global order, in which the last launches never decrease.
-    free = [0.0] * len(timeline.schedule.workers)
-    for stage in sorted(launched, key=lambda stage: (launched[stage], stage)):
+    members = {stage: [worker for worker, queue in enumerate(queues) if stage in queue] for stage in launched}
+    free = [0.0] * len(queues)
+    while any(queues):
+        # All workers launch in one global order of the stages, so some stage is the next one of all its members.
+        heads = {queue[0] for queue in queues if queue}
+        stage = next(s for s in sorted(heads) if all(queues[worker][0] == s for worker in members[s]))
         end = max(launched[stage], *(free[worker] for worker in members[stage])) + times.all_reduce[stage]
         for worker in members[stage]:
             free[worker] = end
+            queues[worker].pop(0)
     return max(free, default=0.0)
 
 

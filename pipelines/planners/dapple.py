@@ -12,9 +12,9 @@
    Estimates are lower bounds of simulated latencies, so the ranking stops at the first estimate that is above the best
    simulation so far: no later plan can be better. (This holds among the candidates: a plan that the search dropped because
    another one of its state has a better estimate is not simulated.)
-3. The estimate does not see that a stage with more layers may hold too few micro-batches in flight. So pipelines of equal widths
-   whose cuts balance the times of the stages are simulated too, and the best plans are refined: their cuts move by one layer as
-   long as that makes the simulation shorter.
+3. The estimate does not see that a stage with more layers may hold too few micro-batches in flight. So pipelines of equal
+   widths whose cuts balance the times of the stages are simulated too, and the best plans are refined: their cuts move by one
+   layer as long as that makes the simulation shorter.
 
 A stage's replicas do the same at the same time, so one worker of the simulated schedule stands for all of them.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoddl.costmodel.limits import MAX_PASSES
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.units import format_bytes
 
@@ -319,7 +320,9 @@ def plan_dapple(
     even = _balanced(workload, network, sizes, shape)
     plans = sorted([*plans, *_ranked(simulations, even, clock, plans[0].simulated_s)], key=_by_simulation)
     refined = [_refined(simulations, plan, clock) for plan in plans[:MAX_REFINED]]
-    plans = sorted([*refined, *plans[MAX_REFINED:]], key=_by_simulation)
+    # Refinements may end in the same plan.
+    different = {(p.cuts, tuple(stage.placement for stage in p.stages), p.num_micro_batches): p for p in refined}
+    plans = sorted([*different.values(), *plans[MAX_REFINED:]], key=_by_simulation)
     return DappleResult(plans[0], tuple(plans), data_parallel)
 
 
@@ -342,7 +345,7 @@ def _seeds(
 
 
 def _even_widths(workload: ProfiledWorkload, shape: StageConstraints) -> Iterator[tuple[int, ...]]:
-    """Per number of stages that the constraints allow, above one unless they ask for it: widths that are as equal as possible."""
+    """Widths that are as equal as possible, for each number of stages that the constraints allow; one stage only if they ask."""
     if shape.widths is not None:
         return
     devices = workload.cluster.num_devices
@@ -364,6 +367,8 @@ def _balanced(
         for size in sizes:
             slice_size = -(-size // widths[0])
             cuts = workload.balanced_cuts(len(widths), slice_size)
+            if len(widths) * (workload.batch // size) > MAX_PASSES:  # too long to simulate
+                continue
             if all(workload.most_in_flight(*layers, slice_size, 1) for layers in zip(cuts, cuts[1:])):
                 plain = PlacedCut(workload.batch // size, cuts, placements, 0.0)
                 estimate = latency(stage_costs(workload, network, plain), plain.num_micro_batches)

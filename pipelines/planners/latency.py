@@ -2,8 +2,8 @@
 
 M micro-batches run through a chain of stages. *Communication stages* alternate with the computation stages: their F is the time
 of sending an activation, their B that of sending its gradient. F_s, B_s are times per micro-batch, AR_s is what remains of the
-all-reduce of stage s's gradients over its replicas after the stage's last backward (0 for communication stages), and x_s = F_s +
-B_s. The paper takes the whole all-reduce for AR_s; the planner takes the part that does not fit under the last backward
+all-reduce of stage s's gradients over its replicas after the stage's last backward (0 for communication stages), and x_s = F_s
++ B_s. The paper takes the whole all-reduce for AR_s; the planner takes the part that does not fit under the last backward
 (:mod:`.overlap`).
 
 **As printed** (Fan et al., "DAPPLE", equations of Section 4), with pivot stage Q:

@@ -1,11 +1,12 @@
 """Gradient all-reduces of a replicated stage under its last backward.
 
-The gradients of a stage's layers [first, stop) are summed over its replicas once per iteration. They are complete layer by layer
-during the backward of the *last* micro-batch, which goes from the last layer to the first. Layers are gathered into *buckets* in
-that order: a bucket is closed by the layer with which it has at least 25 MiB, the default of PyTorch's DistributedDataParallel (Li
-et al., "PyTorch Distributed", VLDB 2020). Bucket k = 1..K holds n_k bytes, and its lowest layer with parameters is l_k. Its
-all-reduce begins when that layer's backward has ended and the network is free (one all-reduce at a time). With g the backward
-without repeated forwards, on one device, and a + b n the all-reduce of n bytes, the k-th all-reduce ends at
+The gradients of a stage's layers [first, stop) are summed over its replicas once per iteration. They are complete layer by
+layer during the backward of the *last* micro-batch, which goes from the last layer to the first. Layers are gathered into
+*buckets* in that order: a bucket is closed by the layer with which it has at least 25 MiB, the default of PyTorch's
+DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020). Bucket k = 1..K holds n_k bytes, and its lowest layer
+with parameters is l_k. Its all-reduce begins when that layer's backward has ended and the network is free (one all-reduce at a
+time). With g the backward without repeated forwards, on one device, and a + b n the all-reduce of n bytes, the k-th all-reduce
+ends at
 
     e_k = max(e_{k-1}, -r_k) + a + b n_k,          r_k = sum of g over the layers first .. l_k - 1,          e_0 = -infinity
 
@@ -16,13 +17,13 @@ seconds after the end of the last backward. So the all-reduce lengthens the iter
 instead of a + b n. A data-parallel plan is the case of one stage. Not modelled: that the all-reduce shares the network with the
 activations and gradients sent between stages, and that it may slow down the computing.
 
-The second form, with G and P the running sums of g and of the parameter bytes and u_k the layer above bucket k (u_1 = stop, u_{k+1}
-= the lowest layer of bucket k), is
+The second form, with G and P the running sums of g and of the parameter bytes and u_k the layer above bucket k (u_1 = stop,
+u_{k+1} = the lowest layer of bucket k), is
 
     e_K = G[first] - b P[first] + (K + 1) a + max over k of ( b P[u_k] - G[l_k] - k a )
 
-Of the buckets of [first, stop) all but the last one are the same for every ``first``. The search evaluates it for all of them at
-once (:func:`exposed_for_all`).
+Of the buckets of [first, stop) all but the last one are the same for every ``first``. The search evaluates it for all of them
+at once (:func:`exposed_for_all`).
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """A transformer's profile without a measurement: its layers are priced by the cluster's device model.
 
 The planners ask for the times of a number of samples on one device (:meth:`.Profile.times`), and the layers are priced for just
-that number: kernel launches and the efficiency of small products do not grow with the batch, so that times are not linear in it.
+that number: kernel launches and the efficiency of small products do not grow with the batch, so that times are not linear in
+it.
 
 Per layer with hidden size h, a heads of h/a, s tokens per sequence and b sequences on the device, in fp32 (or half precision if
 the device's default is mixed precision):
 
-- forward: the four linear layers (h -> 3h, h -> h, h -> 4h, 4h -> h) and the two products of the attention (2 b s^2 h FLOP each),
-  at the cluster's speed for products of that size, and the element-wise kernels, each of which reads and writes b s h numbers or
-  (the first two) b a s^2: softmax, its dropout, twice dropout, residual sum (reads two) and normalisation, and the activation of
-  4 h; backward: twice that;
+- forward: the four linear layers (h -> 3h, h -> h, h -> 4h, 4h -> h) and the two products of the attention (2 b s^2 h FLOP
+  each), at the cluster's speed for products of that size, and the element-wise kernels, each of which reads and writes b s h
+  numbers or (the first two) b a s^2: softmax, its dropout, twice dropout, residual sum (reads two) and normalisation, and the
+  activation of 4 h; backward: twice that;
 - parameters: 12 h^2 + 13 h; output: b s h elements;
-- kept for the backward (Korthikanti et al., "Reducing activation recomputation in large transformer models"):
-  s b h (34 + 5 a s / h) bytes in half precision; in fp32, with elements twice as large but masks unchanged,
-  s b h (66 + 9 a s / h).
+- kept for the backward (Korthikanti et al., "Reducing activation recomputation in large transformer models"): s b h (34 + 5 a s
+  / h) bytes in half precision; in fp32, with elements twice as large but masks unchanged, s b h (66 + 9 a s / h).
 
 An embedding (tokens and positions) comes before the layers, and a head (an untied product h -> vocabulary) after them.
 """

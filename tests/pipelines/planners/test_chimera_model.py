@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -59,12 +60,14 @@ def test_all_reduces_by_hand() -> None:
 
 def test_without_messages_the_model_is_the_simulation() -> None:
     draw = random.Random(5)
-    for count, concatenation in ((8, "direct"), (24, "direct"), (3, "direct"), (16, "halving"), (16, "doubling")):
+    cases = ((8, "direct"), (24, "direct"), (3, "direct"), (16, "halving"), (16, "doubling"))
+    for (count, concatenation), num_pipelines in itertools.product(cases, (2, 4)):
         for recompute in (False, True):
             schedule = generate(
                 "chimera",
                 num_stages=8,
                 num_micro_batches=count,
+                num_pipelines=num_pipelines,
                 concatenation=concatenation,
                 recompute=recompute,
                 width=2,

@@ -49,7 +49,7 @@ def test_planners_take_the_price_at_the_samples_of_a_device() -> None:
         priced = layer_times(-(-found.micro_batch // stage.width))[stage.first : stage.stop]
         assert stage.forward_s == pytest.approx(sum(forward for forward, _ in priced))
         assert stage.backward_s == pytest.approx(sum(backward for _, backward in priced))
-    # One micro-batch of 64: all tasks one after another, and messages and all-reduces. Scaled from 1 the tasks alone take longer.
+    # One micro-batch of 64: all tasks one after another, messages and all-reduces. Scaled from 1 the tasks alone take longer.
     chimera = plan_chimera(workload, micro_batch=64, num_stages=4).plan
     tasks = sum(forward + backward for forward, backward in layer_times(64))
     scaled = 64 * sum(forward + backward for forward, backward in layer_times(1))
