@@ -87,7 +87,7 @@ def small_profile(draw: random.Random, num_layers: int) -> Profile:
             draw.uniform(0.1, 1.0),
             draw.uniform(0.1, 2.0),
             draw.choice([1e8, 1e9, 4e9]),
-            draw.choice([0.0, 1e8, 1e9, 3e9]),
+            draw.choice([0.0, 1e7, 2e7, 1e8, 1e9, 3e9]),
             draw.choice([1e9, 3e9]),
         )
         for i in range(num_layers)
@@ -146,13 +146,14 @@ def formula(workload, network, layers, cuts_bytes, bounds, placements, size, sca
             send = network.transfer(placements[s - 1], placement).time(cut.forward_bytes * scale * size)
             back = network.transfer(placement, placements[s - 1]).time(cut.backward_bytes * scale * size)
             rows.append((send, back, max(send, back), 0.0))
-        # Buckets of at least 25 MiB from the last layer on; each waits for its lowest layer and for the one before.
-        remaining, free, bucket = gradients, 0.0, 0.0
+        # Buckets of at least 25 MiB from the last layer on; each waits for its lowest parameters and for the one before.
+        done, ready, free, bucket = 0.0, 0.0, 0.0, 0.0
         for layer in reversed(held):
-            remaining -= layer.backward_s * scale * timed
-            bucket += layer.parameter_bytes
-            if bucket >= 25 * 2**20:  # all sizes drawn are 0 or more than that
-                free = max(free, gradients - remaining) + network.all_reduce(placement).time(bucket)
+            done += layer.backward_s * scale * timed
+            if layer.parameter_bytes:
+                ready, bucket = done, bucket + layer.parameter_bytes
+            if bucket >= 25 * 2**20 or (bucket and layer is held[0]):
+                free = max(free, ready) + network.all_reduce(placement).time(bucket)
                 bucket = 0.0
         exposed = max(0.0, free - gradients)
         rows.append((forward, backward, forward + backward, exposed))
