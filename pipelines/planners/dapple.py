@@ -45,8 +45,9 @@ __all__ = ["DapplePlan", "DappleResult", "PlacedStage", "evaluate", "plan_dapple
 SLACK = 0.05
 #: Upper bound of the number of simulated candidates.
 MAX_SIMULATED = 48
-#: Number of plans that are refined.
+#: Number of plans that are refined, and their largest relative excess over the best simulation.
 MAX_REFINED = 4
+REFINED_SLACK = 0.15
 #: Relative gap between estimate and simulation above which plans with memory for a full warm-up are searched for as well.
 GAP = 0.1
 
@@ -319,10 +320,11 @@ def plan_dapple(
         raise workload.not_found_error("plan" if shape == StageConstraints() else "plan of that shape", clock)
     even = _balanced(workload, network, sizes, shape)
     plans = sorted([*plans, *_ranked(simulations, even, clock, plans[0].simulated_s)], key=_by_simulation)
-    refined = [_refined(simulations, plan, clock) for plan in plans[:MAX_REFINED]]
+    worth = [plan for plan in plans[:MAX_REFINED] if plan.simulated_s <= (1 + REFINED_SLACK) * plans[0].simulated_s]
+    refined = [_refined(simulations, plan, clock) for plan in worth]
     # Refinements may end in the same plan.
     different = {(p.cuts, tuple(stage.placement for stage in p.stages), p.num_micro_batches): p for p in refined}
-    plans = sorted([*different.values(), *plans[MAX_REFINED:]], key=_by_simulation)
+    plans = sorted([*different.values(), *plans[len(worth) :]], key=_by_simulation)
     return DappleResult(plans[0], tuple(plans), data_parallel)
 
 
