@@ -47,7 +47,7 @@ SLACK = 0.05
 MAX_SIMULATED = 48
 #: Number of plans that are refined, and their largest relative excess over the best simulation.
 MAX_REFINED = 4
-REFINED_SLACK = 0.15
+REFINED_SLACK = 0.25
 #: Relative gap between estimate and simulation above which plans with memory for a full warm-up are searched for as well.
 GAP = 0.1
 
