@@ -1,8 +1,15 @@
 """Layer profiles: per layer the times of its forward and backward, the size of its output and what it keeps.
 
-A profile is measured at one micro-batch (the samples of one forward on one device). Times, activations and kept bytes are
-scaled **linearly** to other micro-batches. This is exact for bytes. For times it is an assumption: fair above the profiled
-micro-batch and optimistic below it, where a device is poorly utilised. Parameters do not depend on the micro-batch.
+A profile is measured at one micro-batch b (the samples of one forward on one device). Activations and kept bytes are scaled
+**linearly** to other micro-batches, which is exact; parameters do not depend on the micro-batch. The time of n samples on one
+device is
+
+    t(n) = t(b) max(n, b) / b
+
+Above b this is an assumption, and a fair one. Below b a device is poorly utilised: linear scaling would be a lower bound of the
+time there, t(b) is an upper bound and is taken (the *floor* for small batches). n counts the samples of one device: the share
+of a micro-batch that is split over the replicas of a stage. A profile whose layers are priced instead of measured (``price``)
+has no floor: it is priced at each n.
 
 Two forms are read:
 
@@ -12,19 +19,35 @@ Two forms are read:
      "layers": [{"name": "embeddings", "forward_s": 5.6e-5, "backward_s": 0, "activation_bytes": 4325376,
                  "parameter_bytes": 127131648},
                 {"name": "encoder", "repeat": 48, "forward_s": 0.00269, "backward_s": 0.00447,
-                 "activation_bytes": 4325376, "parameter_bytes": 50384896, "stored_bytes": 173000000}],
+                 "activation_bytes": 4325376, "parameter_bytes": 50384896, "stored_bytes": 145000000}],
      "edges": [[0, 1], [1, 2]]}
 
-``repeat`` stands for that many equal layers. ``edges`` are pairs of positions (after repetition); by default each layer feeds the
-next one. ``stored_bytes`` is what a layer keeps for its backward; by default only its output, which is a lower estimate.
+``repeat`` stands for that many equal layers. ``edges`` are pairs of positions (after repetition); by default each layer feeds
+the next one. ``stored_bytes`` is what a layer keeps for its backward; by default only its output, which is a lower estimate for
+a layer of several operations.
 
 *PipeDream's text graph* (also DAPPLE's), times in milliseconds, sizes in bytes, one node or one tab-indented edge per line::
 
     node2 -- Conv2d_1_1 -- forward_compute_time=3.4, backward_compute_time=6.8, activation_size=384e6, parameter_size=6835
     <TAB>node1 -- node2
 
-Nodes named ``Input...`` do no work and are left out: data is loaded where it is needed. The micro-batch is the ``N`` of ``pbs-N``
-in the file's name, or an argument.
+Nodes named ``Input...`` do no work and are left out: data is loaded where it is needed. The micro-batch is the ``N`` of
+``pbs-N`` in the file's name, or an argument. ``activation_size`` is only the node's output. What a node keeps for its backward
+is the field ``stored_size``, if it has one, and otherwise follows from what the node is:
+
+- an operation that overwrites its input (``inplace`` in its name) keeps nothing;
+- a *transformer layer*, recognised by its 12 h^2 + 13 h parameters in fp32, keeps per sequence of s tokens and with a = h/64
+  heads
+
+      4 (28 s h + 3 a s^2) bytes
+
+  as TensorFlow 1, with which these profiles were measured, keeps a tensor per operation and in fp32: q, k, v (3 s h); softmax,
+  dropout mask and their product (3 a s^2); context (s h); per residual branch the dropout mask, the sum and the scale of the
+  normalisation (2 x 3 s h) and its output (2 x s h); the inner layer of width 4 h before and after its activation, and the two
+  factors of the activation (16 s h). Its output has s h numbers per sequence, and s^2 more if it passes on an attention mask
+  (an input that nothing trained precedes). For the 24 encoders of BERT (h = 1024, s = 384) that makes 1,736,441,856 bytes per
+  sequence; DAPPLE's planner states 1,736,689,664;
+- every other node is taken for one operation, and keeps its output.
 
 Graphs need not be chains. Layers are put into a topological order (that of the file, if it is one) and stages are runs of that
 order. A cut is crossed once by every tensor that is made before it and used after it: a stage passes on what it does not use
@@ -37,8 +60,8 @@ import heapq
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -130,6 +153,8 @@ class Profile:
         micro_batch: number of samples that the figures are of.
         layers: in topological order.
         edges: (position of the producer, position of the consumer), producers first.
+        price: the times of the layers for a number of samples on one device, as (forward, backward) in seconds; None: they are
+            scaled from ``layers``. Documents do not contain it.
 
     Raises:
         ProfileError: there is no layer or no work, a number is out of range, or an edge goes backwards.
@@ -139,6 +164,7 @@ class Profile:
     micro_batch: int
     layers: tuple[ProfiledLayer, ...]
     edges: tuple[tuple[int, int], ...]
+    price: Callable[[float], Sequence[tuple[float, float]]] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -152,11 +178,11 @@ class Profile:
                 f"profile {quote(self.name)}: micro-batch {self.micro_batch} should be from 1 to {MAX_BATCH}"
             )
         for layer in self.layers:
-            for field, most in _LARGEST.items():
-                value = getattr(layer, field)
+            for figure, most in _LARGEST.items():
+                value = getattr(layer, figure)
                 if not 0 <= value <= most:
                     raise ProfileError(
-                        f"profile {quote(self.name)}: {field} of layer {quote(layer.name)} is {value}, "
+                        f"profile {quote(self.name)}: {figure} of layer {quote(layer.name)} is {value}, "
                         f"should be from 0 to {most:g}"
                     )
         if not sum(layer.forward_s + layer.backward_s for layer in self.layers):
@@ -182,16 +208,39 @@ class Profile:
     def parameter_bytes(self) -> float:
         return sum(layer.parameter_bytes for layer in self.layers)
 
+    @property
+    def least_micro_batch(self) -> int:
+        """The smallest number of samples on one device whose time is known: below it the floor applies."""
+        return self.micro_batch if self.price is None else 1
+
+    def times(self, samples: float) -> list[tuple[float, float]]:
+        """Per layer the seconds of a forward and of a backward of ``samples`` samples on one device (module's docstring).
+
+        >>> profile = Profile.chain("one", 4, [ProfiledLayer("only", 1.0, 2.0, 8.0, 8.0)])
+        >>> profile.times(8), profile.times(2)
+        ([(2.0, 4.0)], [(1.0, 2.0)])
+        """
+        if self.price is not None:
+            return list(self.price(samples))
+        scale = max(samples, self.micro_batch) / self.micro_batch
+        return [(layer.forward_s * scale, layer.backward_s * scale) for layer in self.layers]
+
+    def trained(self) -> tuple[bool, ...]:
+        """Per layer, whether its output has a gradient: it or a layer before it is trained."""
+        trained = [layer.is_trained for layer in self.layers]
+        for producer, consumer in sorted(self.edges):
+            trained[consumer] = trained[consumer] or trained[producer]
+        return tuple(trained)
+
     def cuts(self) -> tuple[Cut, ...]:
         """The bytes that cross each possible cut: entry c is the cut before layer c.
 
         Entries 0 and ``num_layers`` are the ends of the model, which nothing crosses.
         """
         last_use = list(range(self.num_layers))
-        trained = [layer.is_trained for layer in self.layers]
-        for producer, consumer in sorted(self.edges):
+        trained = self.trained()
+        for producer, consumer in self.edges:
             last_use[producer] = max(last_use[producer], consumer)
-            trained[consumer] = trained[consumer] or trained[producer]
         cuts = []
         crossing: list[int] = []
         for cut in range(self.num_layers + 1):
@@ -210,7 +259,7 @@ def profile_names() -> tuple[str, ...]:
     """Names of the profiles that come with AutoDDL.
 
     >>> profile_names()
-    ('bert-48', 'vgg-19')
+    ('bert-48', 'resnet-50', 'vgg-19')
     """
     files = resources.files("autoddl.pipelines.profiles").iterdir()
     return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
@@ -376,12 +425,48 @@ def parse_graph(text: str, micro_batch: int, where: str = "graph", name: str = "
         looped = nodes[next(node for node in kept if position[node] not in set(order))].name
         raise ProfileError(f"{where}: the edges form a cycle through or before layer {quote(looped)}")
     rank = {i: place_in_order for place_in_order, i in enumerate(order)}
-    return Profile(
-        name=name,
-        micro_batch=micro_batch,
-        layers=tuple(nodes[kept[i]] for i in order),
-        edges=tuple(sorted((rank[a], rank[b]) for a, b in pairs)),
+    return _with_kept_bytes(
+        Profile(
+            name=name,
+            micro_batch=micro_batch,
+            layers=tuple(nodes[kept[i]] for i in order),
+            edges=tuple(sorted((rank[a], rank[b]) for a, b in pairs)),
+        )
     )
+
+
+#: Bytes of a number in the public profiles, which are all of fp32.
+_FP32 = 4
+#: Width of a head of attention in BERT and most transformers.
+_HEAD_WIDTH = 64
+
+
+def _with_kept_bytes(profile: Profile) -> Profile:
+    """The profile with the bytes that each node keeps, where they are not given (rules: module's docstring)."""
+    trained = profile.trained()
+    masked = {consumer for producer, consumer in profile.edges if not trained[producer]}
+    layers = []
+    for i, layer in enumerate(profile.layers):
+        stored = layer.stored_bytes
+        if stored is None and "inplace" in layer.name:
+            stored = 0.0
+        elif stored is None:
+            stored = _kept_by_transformer(layer, profile.micro_batch, passes_mask=trained[i] and i in masked)
+        layers.append(replace(layer, stored_bytes=stored))
+    return replace(profile, layers=tuple(layers))
+
+
+def _kept_by_transformer(layer: ProfiledLayer, micro_batch: int, passes_mask: bool) -> float | None:
+    """Bytes that a transformer layer keeps; None if its parameters or its output are not those of one."""
+    parameters, output = layer.parameter_bytes / _FP32, layer.activation_bytes / _FP32 / micro_batch
+    hidden = round((math.sqrt(169 + 48 * parameters) - 13) / 24)
+    if not hidden or hidden % _HEAD_WIDTH or 12 * hidden**2 + 13 * hidden != parameters:
+        return None
+    sequence = round((math.sqrt(hidden**2 + 4 * output) - hidden) / 2) if passes_mask else round(output / hidden)
+    if not sequence or sequence * hidden + passes_mask * sequence**2 != output:
+        return None
+    scores = hidden // _HEAD_WIDTH * sequence**2
+    return float(_FP32 * micro_batch * (28 * sequence * hidden + 3 * scores))
 
 
 def _node(name: str, text: str, place: str) -> ProfiledLayer:
@@ -395,13 +480,15 @@ def _node(name: str, text: str, place: str) -> ProfiledLayer:
     if missing:
         raise ProfileError(f"{place}: {missing[0]} is missing")
     forward, backward, activation, parameters = (values[field] for field in _FIELDS)
-    return ProfiledLayer(name, forward * MILLISECOND, backward * MILLISECOND, activation, parameters)
+    return ProfiledLayer(
+        name, forward * MILLISECOND, backward * MILLISECOND, activation, parameters, values.get("stored_size")
+    )
 
 
 def _number(field: str, text: str, place: str) -> float:
     """A number; PipeDream's list ``[a; b]``, of a layer with several outputs, counts as the sum of its entries."""
     total = sum(map(parse_figure, text.strip("[]").split(";")))
-    if math.isnan(total) or (field in _FIELDS and total < 0):
+    if math.isnan(total) or (field in (*_FIELDS, "stored_size") and total < 0):
         raise ProfileError(f"{place}: {quote(field)} is {quote(text)}, should be a number from 0 to {MAX_FIGURE:g}")
     return total
 

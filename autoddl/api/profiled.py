@@ -103,7 +103,7 @@ def pipeline(
 
     >>> import autoddl
     >>> autoddl.pipeline("bert-48", cluster="piz-daint", nodes=8, batch=64, planner="chimera")
-    <PipelinePlan W=1 D=8 of bert-48 on piz-daint: 1.62 s per step>
+    <PipelinePlan W=1 D=8 of bert-48 on piz-daint: 1.7 s per step>
     """
     if planner not in PLANNERS:
         raise unknown("planner", planner, PLANNERS)

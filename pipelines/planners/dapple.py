@@ -3,23 +3,28 @@
 1. For every micro-batch size that divides the global batch, the dynamic programme of :mod:`.dapple_search` finds the plans of
    smallest estimated latency (:mod:`.latency`).
 2. The best plan of each kind (widths of the stages, number of micro-batches) is simulated with DAPPLE's early-backward
-   schedule: unequal stages, re-slicing between stages of different width, gradient all-reduce over the actual device groups,
-   and as many micro-batches in flight as the policy allows and memory holds:
+   schedule: unequal stages, re-slicing between stages of different width, gradient all-reduce over the actual device groups
+   under the last backward of each stage (:mod:`.overlap`), and as many micro-batches in flight as the policy allows and memory
+   holds:
 
        policy A: K_i = min(S - i, memory);  policy B: K_i = min(2 (S - i) - 1, memory), for slow boundaries
 
    Estimates are lower bounds of simulated latencies, so the ranking stops at the first estimate that is above the best
    simulation so far: no later plan can be better. (This holds among the candidates: a plan that the search dropped because
    another one of its state has a better estimate is not simulated.)
+3. The estimate does not see that a stage with more layers may hold too few micro-batches in flight. So pipelines of equal
+   widths whose cuts balance the times of the stages are simulated too, and the best plans are refined: their cuts move by one
+   layer as long as that makes the simulation shorter.
 
 A stage's replicas do the same at the same time, so one worker of the simulated schedule stands for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoddl.costmodel.limits import MAX_PASSES
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.units import format_bytes
 
@@ -30,7 +35,8 @@ from ..times import Times
 from .clock import Clock
 from .dapple_search import DeviceStates, PlacedCut, StageConstraints, search
 from .latency import StageCost, corrected_latency, latency
-from .network import Network, Placement, place_fresh_first
+from .network import Network, Placement, place_append_first, place_fresh_first
+from .overlap import exposed_s
 from .workload import PlannerError, ProfiledWorkload
 
 __all__ = ["DapplePlan", "DappleResult", "PlacedStage", "evaluate", "plan_dapple", "simulated_latency", "stage_costs"]
@@ -39,6 +45,9 @@ __all__ = ["DapplePlan", "DappleResult", "PlacedStage", "evaluate", "plan_dapple
 SLACK = 0.05
 #: Upper bound of the number of simulated candidates.
 MAX_SIMULATED = 48
+#: Number of plans that are refined, and their largest relative excess over the best simulation.
+MAX_REFINED = 4
+REFINED_SLACK = 0.25
 #: Relative gap between estimate and simulation above which plans with memory for a full warm-up are searched for as well.
 GAP = 0.1
 
@@ -55,6 +64,7 @@ class PlacedStage:
         forward_s: forward of a micro-batch.
         backward_s: backward of a micro-batch.
         all_reduce_s: all-reduce of its gradients, per iteration.
+        exposed_all_reduce_s: the part of it after the last backward.
         in_flight: K_i, the most micro-batches between their forward and their backward at any time.
         memory_bytes: of one device.
     """
@@ -66,6 +76,7 @@ class PlacedStage:
     forward_s: float
     backward_s: float
     all_reduce_s: float
+    exposed_all_reduce_s: float
     in_flight: int
     memory_bytes: float
 
@@ -213,7 +224,7 @@ def stage_costs(workload: ProfiledWorkload, network: Network, candidate: PlacedC
             StageCost(
                 workload.forward_s(first, stop, slice_size),
                 workload.backward_s(first, stop, slice_size),
-                network.all_reduce(placement).time(workload.parameter_bytes(first, stop)),
+                exposed_s(workload, first, stop, slice_size, network.all_reduce(placement)),
             )
         )
         before = placement
@@ -246,7 +257,8 @@ def _stages(workload: ProfiledWorkload, network: Network, candidate: PlacedCut, 
                 devices=devices,
                 forward_s=costs[i].forward_s,
                 backward_s=costs[i].backward_s,
-                all_reduce_s=costs[i].all_reduce_s,
+                all_reduce_s=network.all_reduce(candidate.placements[i]).time(workload.parameter_bytes(first, stop)),
+                exposed_all_reduce_s=costs[i].all_reduce_s,
                 in_flight=in_flight,
                 memory_bytes=workload.stage_bytes(first, stop, slice_size, in_flight),
             )
@@ -306,6 +318,13 @@ def plan_dapple(
         plans = sorted([*plans, *_ranked(simulations, full, clock, plans[0].simulated_s)], key=_by_simulation)
     if not plans:
         raise workload.not_found_error("plan" if shape == StageConstraints() else "plan of that shape", clock)
+    even = _balanced(workload, network, sizes, shape)
+    plans = sorted([*plans, *_ranked(simulations, even, clock, plans[0].simulated_s)], key=_by_simulation)
+    worth = [plan for plan in plans[:MAX_REFINED] if plan.simulated_s <= (1 + REFINED_SLACK) * plans[0].simulated_s]
+    refined = [_refined(simulations, plan, clock) for plan in worth]
+    # Refinements may end in the same plan.
+    different = {(p.cuts, tuple(stage.placement for stage in p.stages), p.num_micro_batches): p for p in refined}
+    plans = sorted([*different.values(), *plans[len(worth) :]], key=_by_simulation)
     return DappleResult(plans[0], tuple(plans), data_parallel)
 
 
@@ -318,21 +337,57 @@ def _seeds(
     clock: Clock,
 ) -> list[PlacedCut]:
     """Data parallelism and even pipelines. They are found quickly, and their best latency bounds the search."""
-    if shape.widths is not None:
-        return []
-    if shape.num_stages is None:
-        found, numbers = list(single), [n for n in divisors(workload.cluster.num_devices) if n > 1]
-    else:
-        found, numbers = [], [shape.num_stages]
-    for number in numbers:
-        if number <= workload.num_layers:
-            each, extra = divmod(workload.cluster.num_devices, number)
-            even = tuple(each + (stage < extra) for stage in range(number))
-            bound = min((c.latency_s for c in found), default=float("inf"))
-            found += _candidates(
-                workload, network, sizes, StageConstraints(widths=even, in_order=shape.in_order), clock, bound
-            )
+    found = list(single) if shape.length is None else []
+    for even in _even_widths(workload, shape):
+        bound = min((c.latency_s for c in found), default=float("inf"))
+        found += _candidates(
+            workload, network, sizes, StageConstraints(widths=even, in_order=shape.in_order), clock, bound
+        )
     return found
+
+
+def _even_widths(workload: ProfiledWorkload, shape: StageConstraints) -> Iterator[tuple[int, ...]]:
+    """Widths that are as equal as possible, for each number of stages that the constraints allow; one stage only if they ask."""
+    if shape.widths is not None:
+        return
+    devices = workload.cluster.num_devices
+    for number in [n for n in divisors(devices) if n > 1] if shape.num_stages is None else [shape.num_stages]:
+        if number <= workload.num_layers:
+            each, extra = divmod(devices, number)
+            yield tuple(each + (stage < extra) for stage in range(number))
+
+
+def _balanced(
+    workload: ProfiledWorkload, network: Network, sizes: Iterable[int], shape: StageConstraints
+) -> list[PlacedCut]:
+    """Pipelines of equal widths whose cuts balance the times of the stages and which fit in memory, best estimate first."""
+    found = []
+    for widths in _even_widths(workload, shape):
+        if len(set(widths)) > 1:
+            continue
+        placements = _placed(network, widths, place_append_first if shape.in_order else place_fresh_first)
+        for size in sizes:
+            slice_size = -(-size // widths[0])
+            cuts = workload.balanced_cuts(len(widths), slice_size)
+            if len(widths) * (workload.batch // size) > MAX_PASSES:  # too long to simulate
+                continue
+            if all(workload.most_in_flight(*layers, slice_size, 1) for layers in zip(cuts, cuts[1:])):
+                plain = PlacedCut(workload.batch // size, cuts, placements, 0.0)
+                estimate = latency(stage_costs(workload, network, plain), plain.num_micro_batches)
+                found.append(replace(plain, latency_s=estimate))
+    return sorted(found, key=lambda candidate: candidate.latency_s)
+
+
+def _placed(
+    network: Network, widths: Sequence[int], policy: Callable[[Placement, int, int], Placement]
+) -> tuple[Placement, ...]:
+    """The placements of stages of these widths, the last stage placed first."""
+    used: Placement = (0,) * network.num_machines
+    placements: list[Placement] = []
+    for width in reversed(widths):
+        placements.append(policy(used, width, network.devices_per_machine))
+        used = tuple(a + b for a, b in zip(used, placements[-1]))
+    return tuple(reversed(placements))
 
 
 def _candidates(
@@ -389,6 +444,27 @@ def _ranked(
     return sorted(plans, key=_by_simulation)
 
 
+def _refined(simulations: _Simulations, plan: DapplePlan, clock: Clock) -> DapplePlan:
+    """Move single cuts by one layer as long as the simulation gets shorter, the best move first."""
+    placements = tuple(stage.placement for stage in plan.stages)
+    while not clock.is_over:
+        moved = []
+        for number in range(1, len(plan.stages)):
+            for step in (-1, 1):
+                cuts = (*plan.cuts[:number], plan.cuts[number] + step, *plan.cuts[number + 1 :])
+                if not cuts[number - 1] < cuts[number] < cuts[number + 1]:
+                    continue
+                try:
+                    moved.append(simulations.plan(PlacedCut(plan.num_micro_batches, cuts, placements, 0.0)))
+                except PlannerError:  # a stage no longer fits in memory
+                    continue
+        best = min([plan, *moved], key=_by_simulation)
+        if best is plan:
+            break
+        plan = best
+    return plan
+
+
 def _by_simulation(plan: DapplePlan) -> tuple[float, int, int]:
     """Sorts by simulation; among equals, fewer stages and fewer micro-batches first."""
     return (plan.simulated_s, len(plan.stages), plan.num_micro_batches)
@@ -432,13 +508,8 @@ def evaluate(
         raise PlannerError(
             f"cuts {tuple(cuts)} should be {len(widths) - 1} ascending positions between 1 and {workload.num_layers - 1}"
         )
-    used: Placement = (0,) * network.num_machines
-    placements: list[Placement] = []
-    for width in reversed(widths):
-        placements.append(place_fresh_first(used, width, network.devices_per_machine))
-        used = tuple(a + b for a, b in zip(used, placements[-1]))
     simulations = _Simulations(workload, network)
-    blank = PlacedCut(1, whole, tuple(reversed(placements)), 0.0)
+    blank = PlacedCut(1, whole, _placed(network, widths, place_fresh_first), 0.0)
     plans = []
     fault: PlannerError | None = None
     for size in workload.micro_batches(micro_batch):

@@ -16,6 +16,8 @@ without communication, makes the plan longer than ``bound``:
 
     L >= max( V + X/m,  M X/m,  W + F/m )          X, F = time of the remaining layers on one device, m devices
 
+X and F are the micro-batch times the least time per sample at any slice that a device can get.
+
 With n layers, c device states and e continuations of each there are O(n^2 c e) extensions; numpy evaluates them for one first
 layer at a time. Above 16 devices there are too many states: widths are limited to powers of two, whole machines and all
 remaining devices, and per first layer only the suffixes of the smallest such bounds are kept (``BEAM``). This is a beam search
@@ -31,7 +33,8 @@ import numpy as np
 
 from .clock import Clock
 from .network import AlphaBeta, Network, Placement, place_append_first, place_fresh_first, place_scatter_first
-from .workload import ProfiledWorkload
+from .overlap import exposed_for_all
+from .workload import ProfiledWorkload, RunningTimes
 
 __all__ = ["EXACT_UP_TO", "PlacedCut", "StageConstraints", "search"]
 
@@ -113,7 +116,7 @@ class _Edges:
         width: number of devices of the stage.
         left: number of devices left after it.
         behind: number of stages behind it, if they are counted.
-        all_reduce: latency and seconds per byte of its all-reduce, shape (edges, 2).
+        group: number of its group of replicas in :attr:`DeviceStates.groups`.
         forward: the same of the transfer to the stage behind it.
         backward: the same of the transfer from the stage behind it.
     """
@@ -122,7 +125,7 @@ class _Edges:
     width: np.ndarray
     left: np.ndarray
     behind: np.ndarray
-    all_reduce: np.ndarray
+    group: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
 
@@ -137,6 +140,8 @@ class DeviceStates:
         count_stages: whether states include the number of stages; they always do if ``shape`` constrains it.
         states: by number.
         index: number of each (used, head, number of stages).
+        groups: the groups of replicas, as (number of devices, cost of an all-reduce).
+        group_index: number of each of them.
     """
 
     network: Network
@@ -144,6 +149,8 @@ class DeviceStates:
     count_stages: bool = False
     states: list[_Devices] = field(default_factory=list)
     index: dict[tuple[Placement, Placement | None, int], int] = field(default_factory=dict)
+    groups: list[tuple[int, AlphaBeta]] = field(default_factory=list)
+    group_index: dict[tuple[int, AlphaBeta], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.number_of((0,) * self.network.num_machines, None, 0)
@@ -160,6 +167,14 @@ class DeviceStates:
             self.index[key] = len(self.states)
             self.states.append(_Devices(used, head, counted))
         return self.index[key]
+
+    def group_of(self, placement: Placement) -> int:
+        """The number of a group of replicas, which is added if it is new."""
+        key = (sum(placement), self.network.all_reduce(placement))
+        if key not in self.group_index:
+            self.group_index[key] = len(self.groups)
+            self.groups.append(key)
+        return self.group_index[key]
 
     def edges(self, number: int) -> _Edges:
         """The continuations of a state."""
@@ -186,7 +201,7 @@ class DeviceStates:
             width=widths,
             left=left - widths,
             behind=np.full(len(widths), state.num_stages),
-            all_reduce=_as_array([self.network.all_reduce(placement) for placement in placements]),
+            group=np.array([self.group_of(placement) for placement in placements], dtype=np.int64),
             forward=_as_array([self.network.transfer(p, state.head) if state.head else nothing for p in placements]),
             backward=_as_array([self.network.transfer(state.head, p) if state.head else nothing for p in placements]),
         )
@@ -266,6 +281,8 @@ def search(
         clock: time limit, after which the result is empty.
     """
     num_layers = workload.num_layers
+    micro_batch = workload.batch // num_micro_batches
+    rates = workload.least_rates({-(-micro_batch // width) for width in range(1, devices.num_devices + 1)})
     waiting = [_Labels() for _ in range(num_layers + 1)]
     nothing = np.zeros(1)
     waiting[num_layers] = _Labels([np.zeros(1, dtype=np.int64)], [nothing], [nothing], [np.full(1, -1)], [nothing])
@@ -283,7 +300,7 @@ def search(
         starts[layer] = len(trail)
         trail.append((state, parent, total))
         if layer:
-            _extend(workload, devices, num_micro_batches, bound, layer, (state, chain, longest), total, waiting)
+            _extend(workload, devices, num_micro_batches, bound, layer, (state, chain, longest), total, waiting, rates)
         total += len(state)
     if 0 not in starts:
         return []
@@ -313,6 +330,7 @@ def _extend(
     labels: tuple[np.ndarray, np.ndarray, np.ndarray],
     offset: int,
     waiting: list[_Labels],
+    rates: RunningTimes,
 ) -> None:
     """Put every possible stage that ends before layer ``stop`` in front of the suffixes that start there."""
     micro_batch = workload.batch // num_micro_batches
@@ -324,7 +342,13 @@ def _extend(
         return
     width = np.concatenate([e.width for e in edges])
     left = np.concatenate([e.left for e in edges])
-    reduce_costs = np.concatenate([e.all_reduce for e in edges])
+    # Stages of one group of replicas have the same times: one row of the tables below.
+    groups, group = np.unique(np.concatenate([e.group for e in edges]), return_inverse=True)
+    slice_sizes = [-(-micro_batch // devices.groups[number][0]) for number in groups]
+    times = [workload.times(size) for size in slice_sizes]
+    forward = np.array([each.forward[stop] - each.forward[:stop] for each in times])
+    both = np.array([each.both[stop] - each.both[:stop] for each in times])
+    exposed = exposed_for_all(workload, stop, slice_sizes, [devices.groups[number][1] for number in groups])
     send = _seconds(np.concatenate([e.forward for e in edges]), workload.cut_forward[stop] * micro_batch)
     send_back = _seconds(np.concatenate([e.backward for e in edges]), workload.cut_backward[stop] * micro_batch)
     slices = -(-micro_batch // width)
@@ -332,8 +356,6 @@ def _extend(
     # The communication stage behind the new stage. Columns below are the new stage's first layer.
     chain = send + send_back + np.maximum(labels[1][label], rounds * np.maximum(send, send_back))
     longest = send + labels[2][label]
-    forward = workload.forward[stop] - workload.forward[:stop]
-    both = forward + workload.backward[stop] - workload.backward[:stop]
     parameters = workload.parameters[stop] - workload.parameters[:stop]
     stored = workload.stored[stop] - workload.stored[:stop]
     in_flight = np.ones(len(width))
@@ -343,23 +365,22 @@ def _extend(
     kept = (
         stored + in_flight[:, None] * workload.cut_forward[:stop] if workload.recompute else in_flight[:, None] * stored
     )
-    work = workload.forward[:stop] + workload.backward[:stop]
+    work = rates.both[:stop]
 
     # Rows are (label, edge) pairs: keep the stages that fit in memory and leave devices for the remaining layers.
     column = np.arange(stop)
     fits = workload.state * parameters + slices[:, None] * kept <= workload.limit_bytes
     possible = fits & ((left[:, None] > 0) == (column > 0)) & (left[:, None] >= 0)
-    row, first = np.nonzero(possible & (num_micro_batches * slices[:, None] * both <= bound))
+    row, first = np.nonzero(possible & (num_micro_batches * both[group] <= bound))
     if not len(row):
         return
     # V and W of the new suffixes, and the lower bound of any plan with them.
-    x = slices[row] * both[first]
-    reduce_time = np.where(parameters[first] > 0, reduce_costs[row, 0] + reduce_costs[row, 1] * parameters[first], 0.0)
+    x = both[group[row], first]
     new_chain = x + np.maximum(chain[row], rounds * x)
-    new_longest = np.maximum(slices[row] * forward[first] + longest[row], reduce_time + new_chain)
+    new_longest = np.maximum(forward[group[row], first] + longest[row], exposed[group[row], first] + new_chain)
     share = micro_batch / np.maximum(left[row], 1)
     least = np.maximum(new_chain + share * work[first], num_micro_batches * share * work[first])
-    least = np.maximum(least, new_longest + share * workload.forward[first])
+    least = np.maximum(least, new_longest + share * rates.forward[first])
     chosen = np.flatnonzero(least <= bound)
     chosen = chosen[np.argsort(first[chosen], kind="stable")]
     row, first = row[chosen], first[chosen]

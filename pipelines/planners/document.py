@@ -1,11 +1,13 @@
 """A planner's result as a JSON document, with the same fields for all planners.
 
-Common fields: ``planner``, ``profile``, ``cluster``, ``num_devices``, ``batch``, ``plan``, ``micro_batch``, ``num_micro_batches``,
-``recompute``, ``stages`` (``layers``: their names, ``devices``: their numbers), ``latency_s`` (the planner's own estimate),
-``simulated_s``, ``samples_per_s`` (by simulation), ``speedup_over_dp`` (simulated latency of data parallelism over the plan's;
-null if data parallelism does not fit in memory), ``memory_bytes`` (of the fullest device), ``status`` (``complete``, or
-``interrupted``: the best plan found until then) and ``alternatives`` (other simulated plans). Documents of DAPPLE also have
-``corrected_latency_s``: the paper's formula with corrected ends of the stages (:mod:`.latency`).
+Common fields: ``planner``, ``profile``, ``cluster``, ``num_devices``, ``batch``, ``plan``, ``micro_batch``,
+``num_micro_batches``, ``recompute``, ``stages`` (``layers``: their names, ``devices``: their numbers), ``latency_s`` (the
+planner's own estimate), ``simulated_s``, ``samples_per_s`` (by simulation), ``speedup_over_dp`` (simulated latency of data
+parallelism over the plan's; null if data parallelism does not fit in memory), ``memory_bytes`` (of the fullest device),
+``status`` (``complete``, or ``interrupted``: the best plan found until then) and ``alternatives`` (other simulated plans).
+Documents of DAPPLE also have ``corrected_latency_s``: the paper's formula with corrected ends of the stages (:mod:`.latency`).
+Their stages also have ``forward_s`` and ``backward_s`` (of a micro-batch), ``all_reduce_s`` (of the gradients, per iteration),
+``exposed_all_reduce_s`` (the part of it after the last backward), ``in_flight`` and ``memory_bytes``.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ def _dapple(result: DappleResult, workload: ProfiledWorkload) -> dict[str, Any]:
             "forward_s": stage.forward_s,
             "backward_s": stage.backward_s,
             "all_reduce_s": stage.all_reduce_s,
+            "exposed_all_reduce_s": stage.exposed_all_reduce_s,
             "in_flight": stage.in_flight,
             "memory_bytes": stage.memory_bytes,
         }

@@ -1,8 +1,10 @@
 """DAPPLE's estimate of the latency of one synchronous pipelined iteration.
 
 M micro-batches run through a chain of stages. *Communication stages* alternate with the computation stages: their F is the time
-of sending an activation, their B that of sending its gradient. F_s, B_s are times per micro-batch, AR_s is the all-reduce of
-stage s's gradients over its replicas (0 for communication stages), and x_s = F_s + B_s.
+of sending an activation, their B that of sending its gradient. F_s, B_s are times per micro-batch, AR_s is what remains of the
+all-reduce of stage s's gradients over its replicas after the stage's last backward (0 for communication stages), and x_s = F_s
++ B_s. The paper takes the whole all-reduce for AR_s; the planner takes the part that does not fit under the last backward
+(:mod:`.overlap`).
 
 **As printed** (Fan et al., "DAPPLE", equations of Section 4), with pivot stage Q:
 
@@ -55,7 +57,7 @@ class StageCost:
     Attributes:
         forward_s: forward of a micro-batch.
         backward_s: backward of a micro-batch.
-        all_reduce_s: all-reduce of its gradients, per iteration.
+        all_reduce_s: time that the all-reduce of its gradients takes after its last backward, per iteration.
         duplex: whether forwards and backwards overlap, as on a full-duplex link.
     """
 

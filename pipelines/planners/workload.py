@@ -1,7 +1,8 @@
 """The input of a planner: a profile on a cluster with a global batch, and the costs of its stages.
 
 A stage is a run of layers [first, stop) on r devices. Each replica takes an even slice of at most ceil(b / r) samples of a
-micro-batch of b samples; times, activations and kept bytes grow linearly with the slice (see :mod:`autoddl.pipelines.profile`).
+micro-batch of b samples. Activations and kept bytes grow linearly with the slice; the times are those of the profile for the
+slice (:meth:`.Profile.times`). So the floor for small batches applies to the slice of a device, not to the micro-batch.
 
 Memory of one device of a stage that has K micro-batches in flight:
 
@@ -15,8 +16,9 @@ Recomputation runs the stage's forward once more as part of its backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from autoddl.costmodel.units import format_bytes
 from ..profile import Profile
 from .clock import Clock
 
-__all__ = ["PlannerError", "ProfiledWorkload"]
+__all__ = ["PlannerError", "ProfiledWorkload", "RunningTimes"]
 
 #: Bytes of weight, gradient and two moments per byte of parameters.
 ADAM_STATE = 4.0
@@ -39,9 +41,28 @@ class PlannerError(UserError):
     """Constraints that no plan satisfies."""
 
 
+class RunningTimes(NamedTuple):
+    """Running sums of the layers' times on one device, so that the times of stages are differences.
+
+    Attributes:
+        forward: ``forward[i]``: seconds of a forward through the layers before i, shape (layers + 1,).
+        backward: the same of the backward, including the repeated forward if activations are recomputed.
+        gradients: the same of the backward alone, from whose end on the gradients of a layer are complete.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    gradients: np.ndarray
+
+    @property
+    def both(self) -> np.ndarray:
+        """The same of a forward and a backward."""
+        return self.forward + self.backward
+
+
 @dataclass(frozen=True)
 class ProfiledWorkload:
-    """Profile, cluster and global batch, with cumulative sums over layers per sample.
+    """Profile, cluster and global batch, with running sums over the layers.
 
     Attributes:
         profile: the model.
@@ -50,9 +71,7 @@ class ProfiledWorkload:
         recompute: whether activations are recomputed.
         state: bytes of weights, gradients and optimizer state per byte of parameters.
         memory_bytes: limit per device; None: the device's memory.
-        forward: ``forward[i]``: seconds of one sample through the layers before i, so that stages are differences.
-        backward: the same of the backward, including the repeated forward if activations are recomputed.
-        parameters: bytes of parameters of the layers before i.
+        parameters: ``parameters[i]``: bytes of parameters of the layers before i, so that stages are differences.
         stored: bytes that the layers before i keep of one sample.
         cut_forward: ``cut_forward[i]``: bytes of one sample's activations that cross the cut before layer i.
         cut_backward: the same of the gradients.
@@ -67,12 +86,11 @@ class ProfiledWorkload:
     recompute: bool = False
     state: float = ADAM_STATE
     memory_bytes: float | None = None
-    forward: np.ndarray = field(init=False, repr=False, compare=False)
-    backward: np.ndarray = field(init=False, repr=False, compare=False)
     parameters: np.ndarray = field(init=False, repr=False, compare=False)
     stored: np.ndarray = field(init=False, repr=False, compare=False)
     cut_forward: np.ndarray = field(init=False, repr=False, compare=False)
     cut_backward: np.ndarray = field(init=False, repr=False, compare=False)
+    _times: dict[float, RunningTimes] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -86,12 +104,8 @@ class ProfiledWorkload:
                 f"memory limit {self.memory_bytes / 2**30:g} GiB should be a finite number of more than 0"
             )
         layers, samples = self.profile.layers, self.profile.micro_batch
-        forward = _running_sums([layer.forward_s / samples for layer in layers])
-        backward = _running_sums([layer.backward_s / samples for layer in layers])
         cuts = self.profile.cuts()
         for name, values in {
-            "forward": forward,
-            "backward": backward + forward if self.recompute else backward,
             "parameters": _running_sums([layer.parameter_bytes for layer in layers]),
             "stored": _running_sums([layer.kept_bytes / samples for layer in layers]),
             "cut_forward": np.array([cut.forward_bytes / samples for cut in cuts]),
@@ -108,13 +122,30 @@ class ProfiledWorkload:
         """Memory of one device."""
         return self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
+    def times(self, slice_size: float) -> RunningTimes:
+        """The times of ``slice_size`` samples on one device."""
+        if slice_size not in self._times:
+            forward, gradients = map(_running_sums, zip(*self.profile.times(slice_size)))
+            self._times[slice_size] = RunningTimes(
+                forward, gradients + forward if self.recompute else gradients, gradients
+            )
+        return self._times[slice_size]
+
+    def least_rates(self, slices: Iterable[float]) -> RunningTimes:
+        """Lower bounds of the times per sample, for slices of these sizes: the least of each layer over the sizes."""
+        rates = np.min([np.array(self.profile.times(size)) / size for size in slices], axis=0)
+        forward, gradients = _running_sums(rates[:, 0]), _running_sums(rates[:, 1])
+        return RunningTimes(forward, gradients + forward if self.recompute else gradients, gradients)
+
     def forward_s(self, first: int, stop: int, slice_size: float) -> float:
         """Seconds of a stage's forward."""
-        return float(self.forward[stop] - self.forward[first]) * slice_size
+        forward = self.times(slice_size).forward
+        return float(forward[stop] - forward[first])
 
     def backward_s(self, first: int, stop: int, slice_size: float) -> float:
         """Seconds of a stage's backward, including the repeated forward if activations are recomputed."""
-        return float(self.backward[stop] - self.backward[first]) * slice_size
+        backward = self.times(slice_size).backward
+        return float(backward[stop] - backward[first])
 
     def parameter_bytes(self, first: int, stop: int) -> float:
         """Bytes of a stage's parameters."""
@@ -145,9 +176,9 @@ class ProfiledWorkload:
         return wanted if each * wanted <= room else int(room // each)
 
     def micro_batches(self, given: int | None = None) -> list[int]:
-        """Micro-batch sizes to consider, ascending: the divisors of the batch from the profile's micro-batch on.
+        """Micro-batch sizes to consider, ascending: the divisors of the batch from the least micro-batch of the profile on.
 
-        Smaller ones are skipped, because the profile's times are too optimistic for them; they can be requested.
+        Smaller ones take as long as that one (:meth:`.Profile.times`) and are skipped; they can be requested.
 
         Raises:
             PlannerError: the requested size does not divide the batch.
@@ -155,7 +186,7 @@ class ProfiledWorkload:
         if given is not None:
             self.require_division("divide into micro-batches", lambda batch, size: batch % size == 0, given)
             return [given]
-        least = min(self.profile.micro_batch, self.batch)
+        least = min(self.profile.least_micro_batch, self.batch)
         return [size for size in divisors(self.batch) if size >= least]
 
     def require_division(self, how: str, works: Callable[[int, int], bool], micro_batch: int | None) -> None:
@@ -210,8 +241,8 @@ class ProfiledWorkload:
                 f"most {MAX_PASSES:,}: give a smaller batch (a schedule repeats its pattern long before)"
             )
 
-    def balanced_cuts(self, num_stages: int) -> tuple[int, ...]:
-        """Cuts (with both ends) that minimise the time of the slowest of ``num_stages`` stages.
+    def balanced_cuts(self, num_stages: int, slice_size: float) -> tuple[int, ...]:
+        """Cuts (with both ends) that minimise the time of the slowest of ``num_stages`` stages at ``slice_size`` samples.
 
         Dynamic programming over the last cut, O(stages layers^2).
 
@@ -223,7 +254,7 @@ class ProfiledWorkload:
             raise PlannerError(
                 f"{num_stages} stages; {self.profile.name} has {count} layers, so 1 to {count} are possible"
             )
-        work = self.forward + self.backward
+        work = self.times(slice_size).both
         slowest = work.copy()
         slowest[0] = np.inf
         choices = []
@@ -259,5 +290,5 @@ class ProfiledWorkload:
         )
 
 
-def _running_sums(values: Sequence[float]) -> np.ndarray:
+def _running_sums(values: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(values)])

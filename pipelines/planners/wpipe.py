@@ -167,13 +167,13 @@ def _layouts(
     if workload.batch % width:
         return
     share = workload.batch // width
-    cuts = workload.balanced_cuts(2 * depth)
     for placement in ("A", "B"):
         grid = network.grid(depth, width, pipelines_inside=placement == "A")
         if placement == "B" and grid == network.grid(depth, width, pipelines_inside=True):
             continue
         for size in divisors(share) if wanted is None else [wanted]:
             count = _num_micro_batches(workload.batch, width, size)
+            cuts = workload.balanced_cuts(2 * depth, size)
             if count < depth or workload.least_memory_bytes(cuts, size) > workload.limit_bytes:
                 continue
             times = _times(workload, network, grid, cuts, size)

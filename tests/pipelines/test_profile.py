@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.planners import ProfiledWorkload
 from autoddl.pipelines.profile import (
     Cut,
     Profile,
@@ -28,7 +30,7 @@ def graph(*lines: str) -> Profile:
 
 
 def test_the_profiles_that_come_with_autoddl() -> None:
-    assert list(profile_names()) == ["bert-48", "vgg-19"]
+    assert list(profile_names()) == ["bert-48", "resnet-50", "vgg-19"]
     vgg = load_profile("vgg-19")
     assert (vgg.micro_batch, vgg.num_layers) == (32, 25)
     assert sum(layer.parameter_bytes > 0 for layer in vgg.layers) == 19
@@ -39,6 +41,9 @@ def test_the_profiles_that_come_with_autoddl() -> None:
     assert {(layer.forward_s, layer.backward_s, layer.parameter_bytes) for layer in encoders} == {
         (2.69e-3, 4.47e-3, 50384896)
     }
+    resnet = load_profile("resnet-50")
+    assert (resnet.micro_batch, resnet.num_layers) == (128, 18)  # a stem, 16 residual blocks and a classifier
+    assert resnet.parameter_bytes == 4 * 25_557_032  # torchvision's count
 
 
 def test_text_graph_in_milliseconds_without_its_inputs() -> None:
@@ -76,28 +81,83 @@ def test_a_cut_is_crossed_once_by_every_tensor_that_is_used_behind_it() -> None:
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    for profile in (load_profile("vgg-19"), load_profile("bert-48")):
+    for profile in map(load_profile, profile_names()):
         path = tmp_path / f"{profile.name}.json"
         write_profile(path, profile)
         assert load_profile(path) == profile
 
 
-def test_text_and_json_agree(tmp_path: Path) -> None:
-    vgg = load_profile("vgg-19")
+def as_text(profile: Profile) -> str:
+    """The text graph of a profile, which does not say what layers keep."""
     lines = [
         f"node{i} -- {layer.name} -- forward_compute_time={layer.forward_s * 1e3!r}, "
         f"backward_compute_time={layer.backward_s * 1e3!r}, activation_size={layer.activation_bytes}, "
         f"parameter_size={layer.parameter_bytes}"
-        for i, layer in enumerate(vgg.layers)
+        for i, layer in enumerate(profile.layers)
     ]
-    lines += [f"\tnode{a} -- node{b}" for a, b in vgg.edges]
-    path = tmp_path / "vgg-19-pbs-32.txt"
-    path.write_text("\n".join(lines))
+    return "\n".join([*lines, *(f"\tnode{a} -- node{b}" for a, b in profile.edges)])
+
+
+@pytest.mark.parametrize("name", ["vgg-19", "bert-48"])
+def test_text_and_json_agree(name: str, tmp_path: Path) -> None:
+    built_in = load_profile(name)
+    path = tmp_path / f"{name}-pbs-{built_in.micro_batch}.txt"
+    path.write_text(as_text(built_in))
     read = load_profile(path)
-    assert (read.name, read.micro_batch, read.edges) == ("vgg-19", 32, vgg.edges)
-    for mine, theirs in zip(read.layers, vgg.layers):
+    assert (read.name, read.micro_batch, read.edges) == (name, built_in.micro_batch, built_in.edges)
+    for mine, theirs in zip(read.layers, built_in.layers):
         assert mine.forward_s == pytest.approx(theirs.forward_s)
         assert mine.parameter_bytes == theirs.parameter_bytes
+        assert mine.kept_bytes == theirs.kept_bytes
+    # Hence a plan takes the same memory, whichever the profile was read from.
+    cluster = load_cluster("v100-a")
+    workloads = [ProfiledWorkload(profile, cluster, 2048) for profile in (read, built_in)]
+    mine, theirs = (w.stage_bytes(0, 20, 4 * built_in.micro_batch, 2) for w in workloads)
+    assert mine == theirs
+
+
+def encoder(sequence: int, hidden: int, mask: bool, batch: int = 2) -> Profile:
+    """An embedding and an encoder, with an attention mask as another input or without."""
+    output = 4 * batch * (sequence * hidden + mask * sequence**2)
+    lines = [
+        f"a -- mask -- {NUMBERS}".replace("backward_compute_time=4", "backward_compute_time=0").replace("=16", "=0"),
+        f"b -- embeddings -- {NUMBERS}",
+        f"c -- layer_0 -- forward_compute_time=2, backward_compute_time=4, activation_size={output}, "
+        f"parameter_size={4 * (12 * hidden**2 + 13 * hidden)}",
+        "\tb -- c",
+        *(["\ta -- c"] if mask else []),
+    ]
+    return parse_graph("\n".join(lines), batch)
+
+
+def test_a_transformer_layer_of_a_text_graph_keeps_more_than_its_output() -> None:
+    # BERT-large: 24 encoders of h = 1024, s = 384. DAPPLE's planner is given 1,736,689,664 bytes per sequence.
+    for mask in (True, False):
+        kept = encoder(384, 1024, mask).layers[-1].kept_bytes
+        assert kept == 2 * 4 * (28 * 384 * 1024 + 3 * 16 * 384**2)
+        assert 24 * kept / 2 == pytest.approx(1_736_689_664, rel=1e-3)
+    # What is no transformer layer keeps its output: other parameters, or an output that is no number of tokens.
+    other = encoder(384, 1024, True)
+    lines = as_text(other).replace("parameter_size=50384896", "parameter_size=50384900")
+    assert parse_graph(lines, 2).layers[-1].stored_bytes is None
+    lines = as_text(other).replace(f"activation_size={other.layers[-1].activation_bytes}", "activation_size=4000")
+    assert parse_graph(lines, 2).layers[-1].kept_bytes == 4000
+
+
+def test_kept_bytes_of_a_text_graph_can_be_given_and_operations_in_place_keep_nothing() -> None:
+    profile = graph(f"a -- x -- {NUMBERS}, stored_size=99", f"b -- ReLU(inplace) -- {NUMBERS}", f"c -- y -- {NUMBERS}")
+    assert [layer.kept_bytes for layer in profile.layers] == [99, 0, 8]
+    with pytest.raises(UserError, match="'stored_size' is '-1', should be a number from 0"):
+        graph(f"a -- x -- {NUMBERS}, stored_size=-1")
+
+
+def test_times_below_the_profiled_micro_batch_are_those_of_it() -> None:
+    profile = Profile.chain("p", 4, [ProfiledLayer("x", 1.0, 2.0, 8.0, 8.0)])
+    assert [profile.times(samples) for samples in (1, 4, 6)] == [[(1.0, 2.0)], [(1.0, 2.0)], [(1.5, 3.0)]]
+    # A price knows every number of samples.
+    priced = Profile("p", 4, profile.layers, (), price=lambda samples: [(samples + 1.0, samples + 2.0)])
+    assert priced.times(1) == [(2.0, 3.0)]
+    assert (profile.least_micro_batch, priced.least_micro_batch) == (4, 1)
 
 
 def test_repeated_layers() -> None:
@@ -162,7 +222,7 @@ def test_faults_of_a_json_profile(tmp_path: Path, change: dict[str, object], fau
 
 
 def test_a_profile_needs_a_place_and_a_micro_batch(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="profile 'nowhere' is neither a file nor one of bert-48, vgg-19"):
+    with pytest.raises(UserError, match="profile 'nowhere' is neither a file nor one of bert-48, resnet-50, vgg-19"):
         load_profile("nowhere")
     path = tmp_path / "graph.txt"
     path.write_text(f"a -- x -- {NUMBERS}")

@@ -10,7 +10,10 @@ import pytest
 
 from autoddl.cli import pipeline
 from autoddl.cli._options import in_options
+from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.planners import ProfiledWorkload, evaluate
+from autoddl.pipelines.profile import load_profile
 
 
 def run(*words: str) -> int:
@@ -29,7 +32,8 @@ def test_one_document_for_all_planners(planner: str, capsys: pytest.CaptureFixtu
     assert document["planner"] == planner
     assert (document["profile"], document["cluster"], document["num_devices"]) == ("bert-48", "v100-a", 16)
     assert document["samples_per_s"] == pytest.approx(64 / document["simulated_s"])
-    assert document["speedup_over_dp"] > 1
+    data_parallel = evaluate(ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-a"), 64), (), (16,))
+    assert document["speedup_over_dp"] == pytest.approx(data_parallel.simulated_s / document["simulated_s"])
     assert document["latency_s"] > 0
     names = [name for stage in document["stages"] for name in stage["layers"]]
     assert len(names) == 53
@@ -38,6 +42,8 @@ def test_one_document_for_all_planners(planner: str, capsys: pytest.CaptureFixtu
     assert {device for stage in document["stages"] for device in stage["devices"]} == set(range(16))
     if planner == "dapple":
         assert document["plan"] == "8:8"
+        assert document["speedup_over_dp"] > 1
+        assert all(0 <= stage["exposed_all_reduce_s"] < stage["all_reduce_s"] for stage in document["stages"])
         assert document["split"] == [len(stage["layers"]) for stage in document["stages"]]
     for other in document["alternatives"]:
         assert other["simulated_s"] >= document["simulated_s"]
@@ -54,8 +60,8 @@ def test_the_table_names_stages_and_devices(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_alternatives_are_shown_once_and_say_how_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--profile", "vgg-19", "--cluster", "v100-a", "--batch", "128")
-    for planner, how in (("dapple", "policy B"), ("chimera", "(direct, recomputed)"), ("wpipe", "recomputed")):
+    words = ("--profile", "vgg-19", "--cluster", "v100-c", "--batch", "1024")
+    for planner, how in (("dapple", "policy A"), ("chimera", "(direct, recomputed)"), ("wpipe", "recomputed")):
         assert run(*words, "--planner", planner) == 0
         rows = capsys.readouterr().out.split("\nalternative ")[1].splitlines()[1:]
         assert rows and len(rows) == len(set(rows))
@@ -78,7 +84,7 @@ def test_a_priced_transformer_and_data_parallelism_that_does_not_fit(capsys: pyt
         ),
         (("--batch", "0"), "batch 0 should be at least 1"),
         (("--cluster", "v100-z"), "v100-z"),
-        (("--profile", "bert-47"), "is neither a file nor one of bert-48, vgg-19 nor transformer:LAYERS"),
+        (("--profile", "bert-47"), "is neither a file nor one of bert-48, resnet-50, vgg-19 nor transformer:LAYERS"),
         (("--profile", "transformer:48"), "should read transformer:LAYERSxHIDDENxSEQUENCE"),
         (("--widths", "8-8"), "should be numbers of devices, such as 8:8"),
         (("--widths", "8:8", "--stages", "3"), "--widths 8:8 has 2 stages, should have 3"),
