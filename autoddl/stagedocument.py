@@ -11,8 +11,9 @@ schedule               name, options, num_workers, num_stages, num_pipelines, gr
 workers                for each worker: mesh (nodes, devices_per_node), ranks (in the order of the mesh), stages, memory_bytes
 stages                 for each stage: layers (names), num_units, recompute, workers, entry (the strategy of the tensor that enters
                        the stage; null for the first stage), in_flight for each worker; forward_s, backward_s, backward_input_s,
-                       recompute_s (per micro-batch), all_reduce_s (per step), compute_s, communication_s (per micro-batch),
-                       state_bytes, kept_bytes, input_bytes, buffer_bytes (:class:`autoddl.pipelines.joint.evaluation.StageFigures`)
+                       recompute_s (per micro-batch), all_reduce_s, update_s (per step), compute_s, communication_s (per
+                       micro-batch), state_bytes, kept_bytes, input_bytes, buffer_bytes
+                       (:class:`autoddl.pipelines.joint.evaluation.StageFigures`)
 boundaries             for each boundary: forward_s, backward_s and nbytes of a micro-batch
 timeline               of the busiest worker its number (busiest), inner_communication_s, exposed_transfer_s, exposed_all_reduce_s
                        and bubble_s; of all workers the mean bubble_ratio
@@ -102,6 +103,7 @@ def _stage_fields(evaluation: Evaluation, number: int, figures: StageFigures) ->
         "backward_input_s": figures.backward_input_s,
         "recompute_s": figures.recompute_s,
         "all_reduce_s": figures.all_reduce_s,
+        "update_s": figures.update_s,
         "compute_s": figures.compute_s,
         "communication_s": figures.communication_s,
         "state_bytes": figures.state_bytes,

@@ -76,6 +76,7 @@ class PlannedStage:
         forward_s: Forward pass of one micro-batch, in seconds.
         backward_s: Backward pass of one micro-batch including recomputation, in seconds.
         all_reduce_s: All-reduce of the gradients, once per step, in seconds.
+        update_s: Optimizer step, once per step, in seconds.
         memory_bytes: Peak memory of each device of the worker that needs the most, in bytes.
     """
 
@@ -87,6 +88,7 @@ class PlannedStage:
     forward_s: float
     backward_s: float
     all_reduce_s: float
+    update_s: float
     memory_bytes: float
 
 
@@ -124,5 +126,6 @@ def stages_of(plan: PlanFile) -> Iterator[PlannedStage]:
             forward_s=figures.forward_s,
             backward_s=figures.backward_s + figures.recompute_s,
             all_reduce_s=figures.all_reduce_s,
+            update_s=figures.update_s,
             memory_bytes=max(evaluation.worker_memory_bytes[worker] for worker in workers),
         )

@@ -121,6 +121,17 @@ def fit_runs(runs: FilePath, *, name: str = "") -> Cluster:
 
     Raises:
         UserError: the file cannot be read, the runs are on different hardware, or none can be priced.
+
+    >>> import autoddl, os, tempfile
+    >>> columns = "id,group,hardware,family,layers,hidden,heads,kv_heads,intermediate,seq,vocab,tied,"
+    >>> columns += "gpus,tp,pp,vp,dp,mbs,gbs,recompute,seq_parallel,zero,flash,measured_s"
+    >>> run = "mine,ours,dgx-a100,gpt,24,2304,24,0,0,2048,51200,True,32,1,1,1,32,16,512,full,False,0,False,3.53"
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "runs.csv")
+    ...     _ = open(path, "w").write(f"{columns}\\n{run}\\n")
+    ...     cluster = autoddl.fit_runs(path, name="ours")
+    >>> cluster.name, round(cluster.device.efficiency, 1)
+    ('ours', 0.7)
     """
     measured = read_runs(runs)
     hardware = sorted({run.hardware for run in measured})

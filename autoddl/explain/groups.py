@@ -100,7 +100,8 @@ def _title(evaluation: Evaluation, stages: Sequence[int]) -> str:
     if len(evaluation.stages) == 1:
         return ""
     recompute = evaluation.configuration.stages[stages[0]].recompute
-    return f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}{recomputed_text(recompute)}"
+    recomputed = ", recomputed" if recompute == "stage" else recomputed_text(recompute)
+    return f"{'stage' if len(stages) == 1 else 'stages'} {format_ranges(stages)}{recomputed}"
 
 
 def _layer_groups(layers: Sequence[LayerAssessment]) -> tuple[LayerGroup, ...]:

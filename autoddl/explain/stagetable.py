@@ -1,11 +1,12 @@
 """The cost table of one stage of a plan: the strategies that its layers can have, what they cost, and which of them the plan has.
 
-**Cost.**  With N micro-batches per step, an assignment of strategies costs N (forward + backward) + gradient all-reduce: the time
-of one worker per step.  If the plan minimises communication, only the communication in it counts.
+**Cost.**  With N micro-batches per step, an assignment of strategies costs N (forward + backward) + gradient all-reduce + optimizer
+step: the time of one worker per step.  If the plan minimises communication, only the communication in it counts.
 
 **Memory.**  A stage keeps the activations of up to K micro-batches at once, where K is that of the stage's fullest worker.  So the
-memory in the table is state + K kept, with kept the activations of one micro-batch.  A recomputed stage keeps the activations of
-one micro-batch (K = 1); the inputs that it keeps of the others are left out of its table.
+memory in the table is state + K kept + recomputed, with kept the activations of one micro-batch, and recomputed those of one
+block.  A recomputed stage keeps the activations of one micro-batch (K = 1); the inputs that it keeps of the others are left out
+of its table.
 
 **Exact tables.**  With a single stage, the step is this cost and a device needs this memory, so the cheapest assignment of the
 table is the best plan at its micro-batch and recomputation.  The table is not exact if
@@ -122,7 +123,7 @@ def _with_in_flight(problem: Problem, book: PriceBook, num_in_flight: float) -> 
     phases = book.phases(problem.workload.micro_batch)
     # Equal variables share one array, because searches recognise equal variables by the identity of their arrays.
     arrays: dict[tuple[int, int], np.ndarray] = {}
-    for state, kept in zip(phases.state, phases.kept):
-        arrays.setdefault((id(state), id(kept)), np.ceil(state + num_in_flight * kept))
+    for state, kept, recomputed in zip(phases.state, phases.kept, phases.recomputed):
+        arrays.setdefault((id(state), id(kept)), np.ceil(state + num_in_flight * kept + recomputed))
     memory = tuple(arrays[id(state), id(kept)] for state, kept in zip(phases.state, phases.kept))
     return replace(problem, layer_table=replace(problem.layer_table, memory=memory))

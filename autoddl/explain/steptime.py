@@ -76,7 +76,9 @@ def _busy_parts(evaluation: Evaluation, worker: int) -> list[StepPart]:
         num_recomputed = num_micro_batches if figures.recompute_s else 0.0
         names = book.names
         num_backward = num_micro_batches * figures.backward_passes
-        weights = np.array([num_micro_batches + num_recomputed, num_backward, num_all_reduces])
-        total = total + weights @ np.sum([passes[layer.name] for layer in figures.graph.layers], axis=0)
+        forward, backward, once = np.sum([passes[layer.name] for layer in figures.graph.layers], axis=0)
+        # The optimizer step is local.  All-reduces of a pipeline overlap other passes: a part of their own shows what is exposed.
+        once[len(LOCAL) :] *= num_all_reduces
+        total = total + (num_micro_batches + num_recomputed) * forward + num_backward * backward + once
     kinds = ("compute" if name in LOCAL else "communication" for name in names)
     return [StepPart(name, kind, float(seconds)) for name, kind, seconds in zip(names, kinds, np.asarray(total))]

@@ -147,7 +147,7 @@ def _settings_table(settings: Sequence[Fields]) -> Markup:
         rows.append(
             (
                 number(f"{entry.integer('micro_batch'):,}", entry.integer("micro_batch")),
-                "yes" if entry.boolean("recompute") else "no",
+                entry.text("recompute"),
                 element("div", entry.text("outcome"), class_="outcome"),
                 "" if cost_s is None else seconds(cost_s),
                 "no plan fits" if bound_s is None else seconds(bound_s),

@@ -534,9 +534,9 @@ def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary], sched
     The optimizer step of a stage directly follows the all-reduce of its gradients, beside the passes of other stages of the worker.
     So it is a part of the all-reduce task, if there is one, and otherwise the update task at the end of the worker's list.
     """
-    reduced = {task.stage for tasks in schedule.workers for task in tasks if task.kind is Kind.ALL_REDUCE}
-    if len(stages) == 1:
-        reduced = set()  # nothing is simulated
+    reduced: set[int] = set()
+    if len(stages) > 1:  # a single stage is not simulated
+        reduced = {task.stage for tasks in schedule.workers for task in tasks if task.kind is Kind.ALL_REDUCE}
     return Times.of(
         len(stages),
         forward=[stage.forward_s for stage in stages],

@@ -220,7 +220,9 @@ def test_figures_of_layers_and_stages_add_up(small, joint):
     assert sum(layer.compute_s for layer in small.layers) == pytest.approx(small.compute_s)
     assert sum(layer.communication_s for layer in small.layers) == pytest.approx(small.communication_s)
     (stage,) = small.stages
-    passes = small.workload.num_micro_batches * (stage.forward_s + stage.backward_s) + stage.all_reduce_s
+    passes = (
+        small.workload.num_micro_batches * (stage.forward_s + stage.backward_s) + stage.all_reduce_s + stage.update_s
+    )
     assert passes == pytest.approx(small.step_s)
     assert small.gap == 0 and small.lower_bound_s == pytest.approx(small.step_s)
     assert small.samples_per_s == pytest.approx(16 / small.step_s)

@@ -301,7 +301,7 @@ def test_the_table_of_a_single_stage_is_the_step(name, recompute):
     plan = viewed(gpt_plan(micro_batch=4)).plan
     stages = (StageChoice(chain_of(plan.graph).num_units, recompute, plan.strategies),)
     configuration = Configuration(
-        StageMesh.whole(plan.cluster), PipelineSchedule(name, 1, 4), replace(plan.workload, recompute=False), stages
+        StageMesh.whole(plan.cluster), PipelineSchedule(name, 1, 4), replace(plan.workload, recompute="none"), stages
     )
     evaluation = evaluate(chain_of(plan.graph), plan.cluster, configuration)
     table = stage_table(evaluation, 0, "step", 2.0**36)
