@@ -225,12 +225,12 @@ def test_a_stage_s_table_is_the_stage(piped):
         table = stage_table(pipeline, number, "step", piped["memory_limit_bytes"])
         problem, chosen = table.problem, table.chosen
         assert not table.is_exact
-        once = sum(layer.gradient_communication_s for layer in stage.assessment.layers)
+        once = sum(layer.gradient_communication_s + layer.update_s for layer in stage.assessment.layers)
         passes = pipeline.configuration.schedule.num_micro_batches * (stage.forward_s + stage.backward_s)
         entry = 0.0 if number == 0 else problem.table.cost[0][chosen[0]]
         assert problem.table.evaluate(chosen) - entry == pytest.approx(passes + once, rel=1e-9)
         kept = 1 if stage.recompute_s else pipeline.in_flight[number][0]
-        memory = stage.state_bytes + kept * stage.kept_bytes + stage.buffer_bytes
+        memory = stage.state_bytes + kept * stage.kept_bytes + stage.recomputed_bytes + stage.buffer_bytes
         assert problem.table.peak_memory(chosen) == pytest.approx(memory, abs=64)
 
 

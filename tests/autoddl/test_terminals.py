@@ -21,6 +21,7 @@ import pytest
 from autoddl.__main__ import main
 from autoddl.calib.measurements import SampleFile
 from autoddl.cli._running import parser_of
+from autoddl.measuredruns import PUBLISHED_RUNS
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.text.tables import Table, Text
 
@@ -48,6 +49,7 @@ COMMANDS = {
     "diff": ("diff", "FOLDER/plan.json", "FOLDER/other.json"),
     "diff, of a pipeline": ("diff", "FOLDER/other.json", "FOLDER/pipeline.json"),
     **{f"pipeline --planner {name}": (*PROFILED, name) for name in ("dapple", "chimera", "wpipe")},
+    "price --runs": ("price", "--runs", "FOLDER/runs.csv"),
     "schedule": ("schedule", "chimera", "--stages", "4", "--micro-batches", "24", "--all-reduce-time", "1"),
     "schedule, asynchronous": ("schedule", "wpipe", "--stages", "40", "--micro-batches", "80", "--iterations", "3"),
     "schedule list": ("schedule", "list"),
@@ -97,6 +99,8 @@ def folder(tmp_path_factory) -> Path:
     written(folder / "other.json", gpt_plan(nodes=4, batch=32))
     written(folder / "pipeline.json", pipeline_plan())
     cpu_pipeline(folder / "cpu.json")
+    lines = PUBLISHED_RUNS.read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "runs.csv").write_text("".join(lines[:3]), encoding="utf-8")
     SampleFile(folder / "samples.csv").append(samples_of(ring(50e-6, 1e-9), jobs=(2, 4), noise=0.01, repetitions=2))
     (folder / "model.py").write_text(MODEL)
     (folder / "text").write_text("to be or not to be, that is the question. " * 50)
