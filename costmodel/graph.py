@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -95,27 +95,7 @@ class LayerGraph:
 
     @cached_property
     def _places(self) -> dict[str, Place]:
-        # A block of one repetition is no repeated block: its layers would all be recomputed at once.
-        indices: dict[str, set[int]] = {}
-        for layer in self.layers:
-            if layer.block:
-                indices.setdefault(layer.block, set()).add(layer.block_index)
-        readers: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
-        for source, target in self.edges:
-            readers[source].append(target)
-        begun: set[tuple[str, int]] = set()
-        places = {}
-        for layer in self.layers:
-            key = (layer.block, layer.block_index)
-            feeds_loss = any(self[reader].is_loss for reader in readers[layer.name])
-            places[layer.name] = Place(
-                is_first=not self._inputs[layer.name],
-                is_recomputed=(bool(layer.block) if indices else not feeds_loss) and kind_of(layer.kind).is_recomputed,
-                begins_block=bool(layer.block) and key not in begun,
-                repetitions=len(indices.get(layer.block, ())),
-            )
-            begun.add(key)
-        return places
+        return dict(zip((layer.name for layer in self.layers), places_of(self.layers, self.edges)))
 
     @property
     def has_loss(self) -> bool:
@@ -188,6 +168,37 @@ class LayerGraph:
         """Hash of layers and edges, without name and notes; a plan records it."""
         document = self.document()
         return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
+
+
+def places_of(layers: Sequence[Layer], edges: Sequence[tuple[str, str]]) -> tuple[Place, ...]:
+    """Return the places of layers in their graph, or in a part of it.
+
+    Args:
+        layers: the layers, in topological order.
+        edges: (producer, consumer) by name.
+    """
+    indices: dict[str, set[int]] = {}
+    for layer in layers:
+        if layer.block:
+            indices.setdefault(layer.block, set()).add(layer.block_index)
+    by_name = {layer.name: layer for layer in layers}
+    fed = {target for _, target in edges}
+    feeding_loss = {source for source, target in edges if by_name[target].is_loss}
+    begun: set[tuple[str, int]] = set()
+    places = []
+    for layer in layers:
+        key = (layer.block, layer.block_index)
+        is_repeated = bool(layer.block) if indices else layer.name not in feeding_loss
+        places.append(
+            Place(
+                is_first=layer.name not in fed,
+                is_recomputed=is_repeated and kind_of(layer.kind).is_recomputed,
+                begins_block=bool(layer.block) and key not in begun,
+                repetitions=len(indices.get(layer.block, ())),
+            )
+        )
+        begun.add(key)
+    return tuple(places)
 
 
 def _layer_document(layer: Layer) -> dict[str, Any]:

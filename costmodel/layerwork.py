@@ -40,7 +40,7 @@ from .localwork import LocalWork, elementwise
 from .strategy import Strategy, StrategyGroup
 from .workload import Workload
 
-__all__ = ["LayerWork", "is_recomputed_alone", "layer_work", "repeats_redistributions"]
+__all__ = ["LayerWork", "is_in_recomputed_block", "is_recomputed_alone", "layer_work", "repeats_redistributions"]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,12 @@ def layer_work(
 
 def repeats_redistributions(workload: Workload, place: Place) -> bool:
     """Return whether the backward pass of a layer repeats the redistributions of its inputs: its whole block is recomputed."""
-    return workload.recompute == "blocks" and place.is_recomputed and place.repetitions > 0
+    return workload.recompute == "blocks" and is_in_recomputed_block(place)
+
+
+def is_in_recomputed_block(place: Place) -> bool:
+    """Return whether recomputation of blocks runs a layer at this place again."""
+    return place.is_recomputed and place.repetitions > 0
 
 
 def is_recomputed_alone(kind: LayerKind, place: Place, recompute: str) -> bool:

@@ -20,7 +20,7 @@ from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.registry import kind_of
-from autoddl.costmodel.layerwork import layer_work
+from autoddl.costmodel.layerwork import layer_work, repeats_redistributions
 from autoddl.costmodel.precision import PRECISIONS, Precision
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.workload import Workload
@@ -193,7 +193,8 @@ def layer_steps(
                 for step in edge_steps(graph[name], strategies[name], strategy, workload, rows)
             ]
             steps[layer.name, "forward"] = (*moves, *work.forward)
-            steps[layer.name, "backward"] = (*work.backward, *(step.adjoint() for step in moves))
+            repeated = moves if repeats_redistributions(workload, graph.place(layer.name)) else []
+            steps[layer.name, "backward"] = (*repeated, *work.backward, *(step.adjoint() for step in moves))
             steps[layer.name, "gradient"] = tuple(work.gradient)
     return steps
 

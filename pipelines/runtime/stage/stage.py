@@ -9,15 +9,17 @@ Every rank of the stage makes the same calls in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.graph import Layer
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import Layer, Place, places_of
 from autoddl.costmodel.kinds.registry import kind_of
-from autoddl.costmodel.layerwork import is_recomputed_alone
+from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
@@ -26,11 +28,12 @@ from ..comm.moves import move_calls
 from ..comm.moving import run_moves
 from ..feeding import feeds_of, inputs_of
 from ..layers import Body, build_body
+from ..operations import checkpoint
 from ..setting import Batch, LayerSetting
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import check_input_shape, source_layer, stored_rows, strategies_of
+from .plan import StagePlan, check_input_shape, source_layer, stored_rows, strategies_of
 
 __all__ = ["ReadyLayer", "Stage"]
 
@@ -58,6 +61,23 @@ class ReadyLayer:
     @property
     def name(self) -> str:
         return self.layer.name
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Consecutive layers of a stage that are run together.
+
+    Attributes:
+        layers: The layers: those of a block that is recomputed as a whole, or a single one.
+        inputs: Names of the layers outside of the section whose outputs it reads.
+        output: Name of the layer whose output is read outside of the section.
+        is_recomputed: Whether the section keeps only its inputs and weights, and its backward pass runs it again.
+    """
+
+    layers: tuple[ReadyLayer, ...]
+    inputs: tuple[str, ...]
+    output: str
+    is_recomputed: bool
 
 
 class Stage:
@@ -88,13 +108,49 @@ class Stage:
         self.feeds = {name: index for name, index in feeds_of(graph, model.feeds).items() if name in plan.strategies}
         self._model = model
         self._recompute = plan.recompute
+        self._places = self._places_of(plan)
         self._strategies = strategies_of(graph, model.stages, number)
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
         self.layers = tuple(self._ready(layer) for layer in plan.layers(graph))
+        self._sections = self._divided()
+
+    def _places_of(self, plan: StagePlan) -> dict[str, Place]:
+        """The place of every layer in the stage."""
+        layers = plan.layers(self._model.graph)
+        names = {layer.name for layer in layers}
+        edges = tuple(edge for edge in self._model.graph.edges if edge[0] in names and edge[1] in names)
+        return dict(zip((layer.name for layer in layers), places_of(layers, edges)))
+
+    def _divided(self) -> tuple[_Section, ...]:
+        """Divide the layers into sections: each block that is recomputed is one, and so is every other layer.
+
+        Raises:
+            UserError: Several tensors leave a block that is recomputed.
+        """
+
+        def block_of(ready: ReadyLayer) -> object:
+            layer = ready.layer
+            return (layer.block, layer.block_index) if self._is_in_recomputed_block(layer) else ready.name
+
+        sections = []
+        for _, members in groupby(self.layers, key=block_of):
+            layers = tuple(members)
+            inside = {ready.name for ready in layers}
+            inputs = tuple(dict.fromkeys(n for ready in layers for n in ready.producers if n not in inside))
+            outside = [name for ready in self.layers if ready.name not in inside for name in ready.producers]
+            outputs = [ready.name for ready in layers if ready.name in outside] or [layers[-1].name]
+            if len(outputs) > 1:
+                block = f"{layers[0].layer.block}.{layers[0].layer.block_index}"
+                raise UserError(
+                    f"block {block} cannot be recomputed: {' and '.join(outputs)} leave it, should be one tensor; "
+                    "plan with recompute='layers'"
+                )
+            sections.append(_Section(layers, inputs, outputs[0], self._is_in_recomputed_block(layers[0].layer)))
+        return tuple(sections)
 
     def _ready(self, layer: Layer) -> ReadyLayer:
         strategy, graph = self._strategies[layer.name], self._model.graph
-        recompute = is_recomputed_alone(kind_of(layer.kind), graph.place(layer.name), self._recompute)
+        recompute = is_recomputed_alone(kind_of(layer.kind), self._places[layer.name], self._recompute)
         setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, recompute)
         check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
@@ -124,17 +180,48 @@ class Stage:
             batch: The micro-batch; see `batch`.
         """
         values = {} if self.source is None else {self.source: x}
-        num_readers = Counter(name for ready in self.layers for name in ready.producers)
-        for ready in self.layers:
-            values[ready.name] = self.run_layer(ready, [values[name] for name in ready.producers], weights, batch)
-            for name in ready.producers:
+        num_readers = Counter(name for section in self._sections for name in section.inputs)
+        for section in self._sections:
+            inputs = [values[name] for name in section.inputs]
+            values[section.output] = self._run_section(section, inputs, weights, batch)
+            for name in section.inputs:
                 num_readers[name] -= 1
-                if not num_readers[name]:  # no later layer reads it
+                if not num_readers[name]:  # no later section reads it
                     del values[name]
         return values[self.layers[-1].name]
 
     def run_layer(self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Redistribute a layer's inputs from their producers' layouts, and return the layer's output."""
+        """Redistribute a layer's inputs from their producers' layouts, and return the layer's output.
+
+        A layer of a block that is recomputed repeats both in its backward pass.
+        """
+        section = _Section((ready,), ready.producers, ready.name, self._is_in_recomputed_block(ready.layer))
+        return self._run_section(section, inputs, weights, batch)
+
+    def _is_in_recomputed_block(self, layer: Layer) -> bool:
+        return self._recompute == "blocks" and is_in_recomputed_block(self._places[layer.name])
+
+    def _run_section(
+        self, section: _Section, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch
+    ) -> Tensor:
+        """Run a section, and keep only its inputs if it is recomputed."""
+        positions = tuple(dict.fromkeys(p for ready in section.layers for p in ready.weight_positions))
+
+        def compute(*tensors: Tensor) -> Tensor:
+            values = dict(zip(section.inputs, tensors))
+            own = dict(zip(positions, tensors[len(section.inputs) :]))
+            for ready in section.layers:
+                arriving = [values[name] for name in ready.producers]
+                values[ready.name] = self._run_alone(ready, arriving, own, batch)
+            return values[section.output]
+
+        tensors = (*inputs, *(weights[position] for position in positions))
+        return checkpoint(compute, *tensors) if section.is_recomputed else compute(*tensors)
+
+    def _run_alone(
+        self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Mapping[int, Tensor], batch: Batch
+    ) -> Tensor:
+        """Redistribute a layer's inputs, and run the layer; ``weights`` are those of its section, by position."""
         arrived = []
         for name, x in zip(ready.producers, inputs):
             source = self._strategies[name]
