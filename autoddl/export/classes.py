@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.units import format_bytes, format_seconds
 
@@ -84,6 +85,23 @@ def block_sections(graph: LayerGraph, layers: Sequence[Layer]) -> list[_Section]
     return sections
 
 
+def check_recomputation(scene: Scene, sections: Sequence[_Section]) -> None:
+    """Check that blocks that are recomputed as a whole can be written.
+
+    Raises:
+        UserError: a block cannot be a class.
+    """
+    if scene.workload.recompute != "blocks":
+        return
+    for section in sections:
+        (layer, *_) = section.layers
+        if layer.block and not section.block:
+            raise UserError(
+                f"block {layer.block}.{layer.block_index} is recomputed, but form='oneflow' cannot write it as a class: several "
+                "tensors enter or leave it, or it shares weights; plan with recompute='layers'"
+            )
+
+
 def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
     """Return whether a repetition of a block can be written as a class.
 
@@ -117,6 +135,8 @@ def class_texts(models: Sequence[ClassOfLayers]) -> list[str]:
         models: the model, or all stages of a pipeline. Blocks with the same text share a class, even in different stages.
     """
     sections_of = [block_sections(model.scene.graph, model.layers) for model in models]
+    for model, sections in zip(models, sections_of):
+        check_recomputation(model.scene, sections)
     # The text of each repetition, with placeholders for the name of the class and for the repetitions that it is for.
     templates: dict[int, str] = {}
     repetitions: dict[str, list[_Section]] = {}
@@ -327,15 +347,18 @@ def _append_block(
         _input_of(graph, after) == before.layers[-1].name for before, after in zip(repetitions, repetitions[1:])
     )
     start = sections.index(repetitions[0])
+    is_recomputed = scene.workload.recompute == "blocks"
     if not is_chain or sections[start : start + len(repetitions)] != repetitions:
-        forward.append(f"{result} = {attribute}[{repetitions.index(section)}]({variable}{options})")
+        called = f"{attribute}[{repetitions.index(section)}]"
+        call = f"checkpoint_block({called}, {variable}{options})" if is_recomputed else f"{called}({variable}{options})"
+        forward.append(f"{result} = {call}")
     elif section is repetitions[-1]:
         first = variables[_input_of(graph, repetitions[0])]
         forward += [
             "",
             *([f"x = {first}"] if first != "x" else []),
             f"for block in {attribute}:",
-            f"    x = block(x{options})",
+            f"    x = checkpoint_block(block, x{options})" if is_recomputed else f"    x = block(x{options})",
         ]
         forward += [f"{result} = x"] if result != "x" else []
 

@@ -8,6 +8,7 @@ from autoddl.costmodel.devices import CPU, DEVICE_TYPES, DEVICE_VARIABLE, GPU
 from autoddl.costmodel.precision import Precision
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.result import recomputed_text
 
 from .source import comment, literal
 
@@ -136,7 +137,8 @@ def _recomputation(evaluation: Evaluation) -> str:
     if not recomputed:
         return ""
     if len(recomputed) == len(choices):
-        return ", activations recomputed"
+        ways = {choice.recompute for choice in choices}
+        return recomputed_text(ways.pop()) if len(ways) == 1 and ways != {"stage"} else ", activations recomputed"
     return f", activations of stage{'s' if len(recomputed) > 1 else ''} {', '.join(recomputed)} recomputed"
 
 
