@@ -343,7 +343,7 @@ def test_what_is_left_of_it_is_a_plan_again_but_claims_nothing(document):
 
 
 def test_strategies_that_were_edited_are_priced_anew():
-    document = without_pipeline(load_cluster("gcp-a100").resized(1, 2), micro_batch=8, recompute=False)
+    document = without_pipeline(load_cluster("gcp-a100").resized(1, 2), micro_batch=8, recompute="none")
     where = next(i for i, layer in enumerate(document["layers"]) if layer["kind"] == "linear")
     layer = document["layers"][where]
     layer["strategy"] = [[1, 1, 2]] if layer["strategy"] != [[1, 1, 2]] else [[1, 2, 1]]

@@ -340,7 +340,7 @@ def drop(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], work
     module = module_of("pictures", sizes)
     data = batch_of("pictures", sizes, workload.batch)
     losses, gradients = [], []
-    for recompute in (False, True):
+    for recompute in ("none", "layers"):
         applied = applied_module(module, graph, strategies, replace(workload, recompute=recompute))
         loss = applied(*data)
         loss.backward()

@@ -218,11 +218,11 @@ def test_bytes_of_every_layer_forward_backward_and_of_gradients(counted_ranks):
 ONE_BLOCK = replace(GPT, layers=1)
 TRANSFORMERS = {
     "gpt on 2": random_case("gpt", GPT, (2,), 1),
-    "gpt on 2x2, recomputed": random_case("gpt", ONE_BLOCK, (2, 2), 3, recompute=True),
+    "gpt on 2x2, recomputed": random_case("gpt", ONE_BLOCK, (2, 2), 3, recompute="blocks"),
     "gpt on 4, summa": random_case("gpt", ONE_BLOCK, (4,), 4, summa=True),
     "bert on 2": random_case("bert", BERT, (2,), 7),
     "llama on 2": random_case("llama", LLAMA, (2,), 9),
-    "llama on 4, recomputed": random_case("llama", replace(LLAMA, kv_heads=2), (4,), 9, recompute=True),
+    "llama on 4, recomputed": random_case("llama", replace(LLAMA, kv_heads=2), (4,), 9, recompute="layers"),
 }
 
 
@@ -260,7 +260,11 @@ def test_gpt_at_optimal_and_megatron_plans(counted_ranks, which, sizes, level_si
 def test_convolutions_and_the_unknown_split_samples(ranks, num_ranks):
     graph = pictures_graph(8)
     case = Case(
-        "pictures", (8,), graph, pictures_strategies(num_ranks), Workload(8, 8, "float32", recompute=num_ranks == 4)
+        "pictures",
+        (8,),
+        graph,
+        pictures_strategies(num_ranks),
+        Workload(8, 8, "float32", recompute="layers" if num_ranks == 4 else "none"),
     )
     check_pass(case, ranks)
 

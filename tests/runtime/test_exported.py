@@ -109,10 +109,12 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "mlp on 2x2": lambda: perceptron(on((2, 1, 1), (1, 2, 1)), on((1, 1, 2), (1, 2, 1)), on((1, 2, 1), (2, 1, 1))),
     "gpt on 2": lambda: random_case("gpt", GPT, (2,), 2, tied=False),
-    "gpt on 2x2, recomputed": lambda: random_case("gpt", replace(GPT, layers=1), (2, 2), 3, batch=8, recompute=True),
+    "gpt on 2x2, recomputed": lambda: random_case(
+        "gpt", replace(GPT, layers=1), (2, 2), 3, batch=8, recompute="blocks"
+    ),
     "gpt on 4, summa": lambda: random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True, batch=8),
     "bert on 4": lambda: random_case("bert", BERT, (4,), 7, batch=8),
-    "llama on 2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2,), 10, recompute=True),
+    "llama on 2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2,), 10, recompute="blocks"),
     "vgg on 2": lambda: random_case("vgg", VGG, (2,), 11, batch=2, micro_batch=2, optimizer="sgd"),
 }
 
@@ -187,7 +189,7 @@ def users_case(graph: LayerGraph, level_sizes: tuple[int, ...], seed: int, **wor
 
 
 @pytest.mark.parametrize(
-    ("name", "level_sizes", "seed", "recompute"), [("transformer", (2,), 2, False), ("pictures", (2, 2), 3, True)]
+    ("name", "level_sizes", "seed", "recompute"), [("transformer", (2,), 2, "none"), ("pictures", (2, 2), 3, "layers")]
 )
 def test_users_models_are_wrapped(counted_ranks, users_graphs, tmp_path, name, level_sizes, seed, recompute):
     graph = users_graphs[name]

@@ -79,7 +79,7 @@ RIGHT = {
     "mlp on 6": mlp_plan((on((1, 2, 3)), on((3, 1, 2)), on((1, 6, 1))), 48, (192, 480, 576, 96), optimizer="sgd"),
     "gpt on 2, optimal": gpt_plan("optimal", (2,), layers=2),
     "gpt on 4, megatron": gpt_plan("megatron", (4,)),
-    "gpt on 2 x 2, optimal": gpt_plan("optimal", (2, 2), recompute=True),
+    "gpt on 2 x 2, optimal": gpt_plan("optimal", (2, 2), recompute="blocks"),
 }
 
 

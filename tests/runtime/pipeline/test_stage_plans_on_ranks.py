@@ -134,7 +134,10 @@ def test_transformers_with_weights_that_stages_share(ranks):
     rng, cases = random.Random(3), []
     for name, options in (("1f1b", {}), ("chimera", {})):
         first, second = cut_layers(gpt(GPT), ["h.1"])
-        stages = [random_plan(first, 2, 4, rng, recompute=name == "1f1b"), random_plan(second, 2, 4, rng)]
+        stages = [
+            random_plan(first, 2, 4, rng, recompute="layers" if name == "1f1b" else "none"),
+            random_plan(second, 2, 4, rng),
+        ]
         cases.append(
             gpt_case(generate(name, num_stages=2, num_micro_batches=2, width=2, **options), stages, runs=STEPS)
         )
@@ -270,7 +273,10 @@ def test_bytes_are_the_predicted_ones(counted_ranks):
     The bytes that the ranks report for the boundaries equal the prediction exactly.
     """
     rng, cases = random.Random(6), []
-    for name, options, recompute in (("1f1b", {}, True), ("chimera", {"concatenation": "halving"}, False)):
+    for name, options, recompute in (
+        ("1f1b", {}, "blocks"),
+        ("chimera", {"concatenation": "halving"}, "none"),
+    ):
         stages = [random_plan(half, 2, 4, rng, recompute=recompute) for half in cut_layers(gpt(LARGE_GPT), ["h.1"])]
         schedule = generate(name, num_stages=2, num_micro_batches=2, width=2, **options)
         cases.append(gpt_case(schedule, stages, LARGE_GPT, rows=8, counts=True))
