@@ -44,7 +44,7 @@ def configuration_of(graph, spec: PipelineSchedule, recompute: str) -> Configura
         if number:
             chosen[ENTRY] = strategy
         stages.append(StageChoice(units, recompute, chosen))
-    return Configuration(mesh, spec, Workload(16, 4, "mixed", "adam", recompute == "layers"), tuple(stages))
+    return Configuration(mesh, spec, Workload(16, 4, "mixed", "adam"), tuple(stages))
 
 
 @pytest.mark.parametrize("objective", ["step", "communication"])

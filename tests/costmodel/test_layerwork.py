@@ -16,7 +16,7 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import Layer, LayerGraph, Place
 from autoddl.costmodel.layerwork import LayerWork, layer_work
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
 from autoddl.costmodel.workload import Workload
@@ -33,7 +33,7 @@ def work(layer: Layer, *splits: tuple[int, int, int], samples: float = 8, first:
     """The layer's work with ``samples`` samples over the devices that the splits are for."""
     summa = options.pop("summa", False)
     workload = Workload(8, 8, options.pop("precision", "float32"), **options)
-    return layer_work(layer, Strategy(splits, summa), workload, samples, first)
+    return layer_work(layer, Strategy(splits, summa), workload, samples, Place(is_first=first))
 
 
 def compute_s(done: LayerWork, cluster: Cluster) -> tuple[float, float]:
@@ -318,7 +318,7 @@ def test_activations_kept():
 
 def test_recomputation_keeps_the_evenly_split_input_and_repeats_the_rest():
     layer = linear("fc", 16, 64, 32, epilogue=("gelu",))
-    plain, again = work(layer, (2, 2, 2)), work(layer, (2, 2, 2), recompute=True)
+    plain, again = work(layer, (2, 2, 2)), work(layer, (2, 2, 2), recompute="layers")
     assert again.kept_bytes == 128 * 64 * 4 / 8
     assert again.buffer_bytes == plain.buffer_bytes + plain.kept_bytes
     assert again.backward == (*plain.forward, *plain.backward)
@@ -326,11 +326,11 @@ def test_recomputation_keeps_the_evenly_split_input_and_repeats_the_rest():
     unchanged = (plain.forward, plain.forward_work, plain.gradient)
     assert (again.forward, again.forward_work, again.gradient) == unchanged
     # No later operation keeps the product: only its input is gathered again.
-    bare = work(linear("fc", 16, 64, 32), (2, 2, 2), recompute=True)
+    bare = work(linear("fc", 16, 64, 32), (2, 2, 2), recompute="layers")
     assert brief(bare.backward)[0] == ("all-gather", 2, 8192)
     assert len(bare.backward) == 3
     # The loss runs its backward pass at once.
-    assert work(loss("l", 16, 64), (2, 4, 1), recompute=True) == work(loss("l", 16, 64), (2, 4, 1))
+    assert work(loss("l", 16, 64), (2, 4, 1), recompute="layers") == work(loss("l", 16, 64), (2, 4, 1))
 
 
 LAYERS = [
