@@ -261,7 +261,8 @@ def test_where_both_need_as_much_the_error_is_the_same():
     messages = []
     for executor in ("eager", "graph"):
         with pytest.raises(InfeasibleError) as error:
-            make_plan(GPT, LOCAL, Options(batch=8, memory_limit_bytes=1000, executor=executor, summa=False))
+            options = Options(batch=8, memory_limit_bytes=1000, recompute="layers", executor=executor, summa=False)
+            make_plan(GPT, LOCAL, options)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
 
