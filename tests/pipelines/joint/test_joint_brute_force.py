@@ -112,6 +112,7 @@ class Instance:
     untied: bool = False
     summa: bool = False
     limit: float | None = None
+    attention: str = "fused"
 
     @property
     def graph(self) -> LayerGraph:
@@ -124,7 +125,14 @@ class Instance:
     @property
     def job(self) -> Job:
         return Job(
-            self.graph, self.machine.cluster, self.batch, self.micro_batch, self.recompute, self.untied, self.summa
+            self.graph,
+            self.machine.cluster,
+            self.batch,
+            self.micro_batch,
+            self.recompute,
+            self.untied,
+            self.summa,
+            attention=self.attention,
         )
 
     def options(self, limit: float) -> JointOptions:
@@ -137,6 +145,7 @@ class Instance:
                 recompute=self.recompute,
                 untied=self.untied,
                 summa=self.summa,
+                attention=self.attention,
                 time_limit_s=100.0,
             )
         )
@@ -208,6 +217,7 @@ def random_instance(dice: random.Random, kind: str) -> Instance:
         untied=kind == "untied and summa" and dice.random() < 0.5,
         summa=kind == "untied and summa",
         limit=dice.choice(LIMITS) if is_limited else None,
+        attention=dice.choice(("fused", "dense")) if isinstance(model, Gpt) else "fused",
     )
 
 
@@ -222,8 +232,9 @@ def configured(job: Job, found: Found) -> Configuration:
         family.name, len(shapes), count, family.options, family.groups, num_pipelines=family.num_pipelines
     )
     stages = tuple(StageChoice(one.stop - one.first, one.recompute, one.strategies) for one in found.stages)
+    workload = Workload(job.batch, found.micro_batch, job.precision, attention=job.attention)
     mesh = shapes[0] if len(set(shapes)) == 1 else Division(shapes)
-    return Configuration(mesh, spec, Workload(job.batch, found.micro_batch, job.precision, "adam"), stages)
+    return Configuration(mesh, spec, workload, stages)
 
 
 def evaluated(job: Job, found: Found) -> Evaluation:
@@ -253,7 +264,7 @@ def solved(dice: random.Random, kind: str) -> Solved:
     if instance.limit is not None and free is not None:
         least = brute.least_memory()
         # Between what sums of whole bytes can be.
-        limit = math.floor(least + instance.limit * max(100.0, free.memory_bytes - least)) + 0.3
+        limit = math.floor(least + instance.limit * max(100.0, free.demand_bytes - least)) + 0.3
         best = brute.best(limit)
     return Solved(instance, limit, free, best)
 
@@ -309,7 +320,7 @@ def test_stages_of_a_worker_share_a_buffer() -> None:
     instance = Instance((64, 32, 64, 8, 64), machine, 1, recompute=True)
     least = BruteForce(instance.job).least_memory()
     planned = plan_jointly(instance.graph, machine.cluster, instance.options(least + 0.3))
-    assert planned.evaluation.memory_bytes == least and planned.evaluation.configuration.schedule.groups == 2
+    assert planned.evaluation.memory_bytes <= least and planned.evaluation.configuration.schedule.groups == 2
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -369,17 +380,21 @@ def test_programs_take_as_long_as_simulated(dice: random.Random) -> None:
     again = [dice.random() < 0.5 for _ in stages]
     draw = np.random.default_rng(dice.getrandbits(32)).exponential
     seconds = draw(dice.choice((0.1, 1, 10)), (7, len(stages), num))
-    forward, whole, part, _, all_reduce, there, back = seconds
+    forward, whole, part, update, all_reduce, there, back = seconds
     part = np.minimum(whole, part)
     recompute = forward * np.array(again)[:, None]
     steps = program_of(family, depth, count, replicated).makespans(
-        TaskTimes(forward, whole, part, recompute, all_reduce, there, back)
+        TaskTimes(forward, whole, part, recompute, all_reduce, update, there, back)
     )
     schedule = family.schedule(depth, count, [1 + wide for wide in replicated], any(again))
     workers = tuple(
         tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or again[task.stage])
         for tasks in schedule.workers
     )
+    # A stage that is all-reduced is updated by the same task (:func:`autoddl.pipelines.joint.evaluation.times_of`).
+    reduced = {task.stage for tasks in workers for task in tasks if task.kind is Kind.ALL_REDUCE}
+    is_reduced = np.array([[stage in reduced] for stage in stages])
+    all_reduce, update = all_reduce + np.where(is_reduced, update, 0.0), np.where(is_reduced, 0.0, update)
     for one in range(num):
         times = Times.of(
             len(stages),
@@ -388,6 +403,7 @@ def test_programs_take_as_long_as_simulated(dice: random.Random) -> None:
             backward_input=part[:, one].tolist(),
             recompute=recompute[:, one].tolist(),
             all_reduce=all_reduce[:, one].tolist(),
+            update=update[:, one].tolist(),
             transfer=there[:-1, one].tolist(),
             transfer_backward=back[:-1, one].tolist(),
         )
@@ -453,7 +469,7 @@ def test_dominated_ways_are_never_better(dice: random.Random) -> None:
         return
     least = filtered.least_memory()
     assert least == pytest.approx(whole.least_memory(), rel=1e-9)
-    for limit in (math.inf, free.memory_bytes - 1, (least + free.memory_bytes) / 2, least + 1):
+    for limit in (math.inf, free.demand_bytes - 1, (least + free.demand_bytes) / 2, least + 1):
         best, known = filtered.best(limit), whole.best(limit)
         assert (best is None) == (known is None)
         if best is not None and known is not None:
