@@ -303,13 +303,13 @@ def test_joint_plan_lets_a_gradient_be_reduced_behind_the_backward_pass() -> Non
 
 #: Instances of each kind.
 EXAMPLES = {
-    "without limits": 25,
-    "limited": 25,
-    "unequal workers": 25,
-    "two levels": 25,
-    "transformers": 8,
+    "without limits": 20,
+    "limited": 22,
+    "unequal workers": 22,
+    "two levels": 20,
+    "transformers": 12,
     "deep": 8,
-    "untied and summa": 12,
+    "untied and summa": 10,
 }
 
 
@@ -339,8 +339,9 @@ def test_joint_plan_is_the_best_of_all_configurations(kind: str) -> None:
 
 #: Two nodes of two P100, every message of which takes 100 us.
 HIDDEN = mlp((256, 64, 256, 64)), load_cluster("piz-daint").resized(2, 2).with_links(100e-6, 10e9)
-#: 4 messages and 14 kernels one after the other; the bytes of products and of element-wise operations, FLOPs, bytes sent.
-HIDDEN_S = 4 * 100e-6 + 14 * 5e-6 + (373504 + 7680) / 732e9 + 262144 / (0.8 * 9.3e12) + (512 + 2 * 512) / 10e9
+#: 4 messages and 16 kernels one after the other; the bytes of products, of element-wise operations and of the optimizer step, FLOPs,
+#: bytes sent.
+HIDDEN_S = 4 * 100e-6 + 16 * 5e-6 + (373504 + 7680 + 458752) / 732e9 + 262144 / (0.8 * 9.3e12) + (512 + 2 * 512) / 10e9
 
 
 def test_hidden_all_reduce_by_hand() -> None:
@@ -360,13 +361,15 @@ def test_hidden_all_reduce_by_hand() -> None:
     sum              4         14       373504                7680                      512 + 2 x 512
     ===============  ========  =======  ====================  ========================  ================
 
-    Each of the 8 products has 32768 FLOPs.  In all 470.7 us: fc3's all-reduce, 2 x 100 us and 65536 bytes, 206.6 us, is over before
-    the 225 us that crossing and stage 0 take after its backward pass.
+    Each of the 8 products has 32768 FLOPs.  Then Adam reads and writes 28 bytes (4 of the gradient, 2 x 12 of parameter and states)
+    of the 8192 parameters of a device, for fc1 and for fc2: 2 kernels and 458752 bytes.  In all 481.3 us: fc3's all-reduce, 2 x 100
+    us and 65536 bytes, 206.6 us, and its optimizer step, 5.6 us, are over before the 225 us that crossing and stage 0 take after its
+    backward pass.
     """
     graph, cluster = HIDDEN
     found = BruteForce(Job(graph, cluster, 2, recompute=False, precision="float32")).best()
     assert found is not None
-    assert found.step_s == pytest.approx(HIDDEN_S, rel=1e-9) and round(HIDDEN_S * 1e6) == 471
+    assert found.step_s == pytest.approx(HIDDEN_S, rel=1e-9) and round(HIDDEN_S * 1e6) == 481
     assert [one.shape for one in found.rectangles] == [(2, 1), (2, 1)]
     assert [one.stop - one.first for one in found.stages] == [2, 1]
 
