@@ -307,7 +307,7 @@ EXAMPLES = {
     "limited": 22,
     "unequal workers": 22,
     "two levels": 20,
-    "transformers": 12,
+    "transformers": 8,
     "deep": 8,
     "untied and summa": 10,
 }
