@@ -579,4 +579,6 @@ def _is_allowed(recompute: str, option: bool | str | None) -> bool:
     """Whether the option ``recompute`` allows a way of recomputation."""
     if option is None:
         return True
+    if option == "stage":
+        return recompute in ("stage", "layers")  # the last stage is not recomputed as a whole
     return recompute == option if isinstance(option, str) else option == (recompute != "none")

@@ -3,10 +3,11 @@
 The critical path is the longest path through the tasks of the schedule, and its length is the step time.  As long as this path
 remains the longest one, the step time is linear in the parameters of the cluster:
 
-    step = sum over stages of      n_F forward + n_B backward + n_R recomputation + n_A all-reduce
+    step = sum over stages of      n_F forward + n_B backward + n_R recomputation + n_A all-reduce + n_U optimizer step
          + sum over boundaries of  n_+ forward transfer + n_- backward transfer
 
-where each n is the number of times that the path contains the task.  With other parameters another path may be the longest one.
+where each n is the number of times that the path contains the task.  Communication that runs beside computation counts with its
+exposed part, as it is with the parameters of the cluster.  With other parameters another path may be the longest one.
 The sum then underestimates the step time, of the plan as well as of its rivals.
 
 The path of a plan without a pipeline contains all tasks.  For an asynchronous schedule, the path of all simulated updates is
@@ -48,12 +49,13 @@ def usage_of_all(evaluation: Evaluation) -> Usage:
 
 
 class _Counts(NamedTuple):
-    """Numbers of passes, all-reduces and transfers.
+    """Numbers of passes, all-reduces, optimizer steps and transfers.
 
     Attributes:
         forward: Forward passes (with recomputations) through each stage, in micro-batches.
         backward: Backward passes through each stage, in micro-batches.
         all_reduce: All-reduces of the gradients of each stage.
+        update: Optimizer steps of each stage.
         crossing_forward: Forward transfers across each boundary, in micro-batches.
         crossing_backward: Backward transfers across each boundary, in micro-batches.
     """
@@ -61,6 +63,7 @@ class _Counts(NamedTuple):
     forward: np.ndarray
     backward: np.ndarray
     all_reduce: np.ndarray
+    update: np.ndarray
     crossing_forward: np.ndarray
     crossing_backward: np.ndarray
 
@@ -70,15 +73,17 @@ def _counts_of_all_tasks(evaluation: Evaluation) -> _Counts:
     forward = np.array([num * stage.forward_passes for stage in stages], dtype=float)
     backward = np.array([num * stage.backward_passes for stage in stages], dtype=float)
     crossing = np.full(len(stages) - 1, float(num))
-    return _Counts(forward, backward, np.ones(len(stages)), crossing, crossing)
+    return _Counts(forward, backward, np.ones(len(stages)), np.ones(len(stages)), crossing, crossing)
 
 
 def _critical_path_counts(evaluation: Evaluation, objective: str) -> _Counts:
     if not evaluation.has_pipeline:
         return _counts_of_all_tasks(evaluation)
     spec, timeline = evaluation.configuration.schedule, evaluation.timeline_of(objective)
-    forward, backward, all_reduce = np.zeros((3, len(evaluation.stages)))
+    forward, backward, all_reduce, update = np.zeros((4, len(evaluation.stages)))
     crossing_forward, crossing_backward = np.zeros((2, len(evaluation.stages) - 1))
+    # The optimizer step of a stage is a part of its all-reduce, if there is one (pipelines/joint/evaluation.py::times_of).
+    reduced = {task.stage for _, _, task in timeline.schedule.tasks() if task.kind is Kind.ALL_REDUCE}
     path = critical_path(timeline)
     for task in path.tasks:
         size, passes = task.part.size, evaluation.stages[task.stage].backward_passes
@@ -92,12 +97,15 @@ def _critical_path_counts(evaluation: Evaluation, objective: str) -> _Counts:
             backward[task.stage] += size * (passes - spec.input_passes(task.stage))
         elif task.kind is Kind.ALL_REDUCE:
             all_reduce[task.stage] += 1
+            update[task.stage] += 1
+        elif task.kind is Kind.UPDATE and task.stage not in reduced:
+            update[task.stage] += 1
     for task in path.transfers:
         if task.kind is Kind.FORWARD:
             crossing_forward[task.stage] += task.part.size
         else:
             crossing_backward[task.stage - 1] += task.part.size
-    counts = _Counts(forward, backward, all_reduce, crossing_forward, crossing_backward)
+    counts = _Counts(forward, backward, all_reduce, update, crossing_forward, crossing_backward)
     if spec.synchronous:
         return counts
     # The timeline of an asynchronous schedule contains several updates: scale to one step.
@@ -121,23 +129,35 @@ def _usage(evaluation: Evaluation, counts: _Counts) -> Usage:
 
 
 def _add_stage(usage: UsageSum, evaluation: Evaluation, number: int, counts: _Counts) -> None:
-    """Add the passes through a stage and the all-reduce of its gradients."""
+    """Add the passes through a stage, the all-reduce of its gradients and its optimizer step."""
     configuration, cluster = evaluation.configuration, evaluation.cluster
     names = [level.name for level in configuration.mesh_of(number).devices(cluster).levels]
     workers = tuple(replica.worker for replica in evaluation.schedule.replicas_of(number))
+    forward, backward, reduced = counts.forward[number], counts.backward[number], _exposed_reduces(evaluation, number, counts)
     for layer in evaluation.stages[number].assessment.layers:
-        usage.add_steps(layer.forward_steps, names, counts.forward[number])
-        usage.add_work(layer.work.forward_work, counts.forward[number])
-        usage.add_steps(layer.backward_steps, names, counts.backward[number])
-        usage.add_work(layer.work.backward_work, counts.backward[number])
+        exposed = cluster.exposed_part(layer.work)
+        usage.add_steps(layer.arriving, names, forward)
+        usage.add_steps(layer.work.forward, names, forward * exposed)
+        usage.add_work(layer.work.forward_work, forward)
+        usage.add_steps((*layer.repeated, *(step.adjoint() for step in layer.arriving)), names, backward)
+        usage.add_steps(layer.work.backward, names, backward * exposed)
+        usage.add_work(layer.work.backward_work, backward)
+        usage.add_work(layer.work.update_work, counts.update[number])
         steps_in_stage = layer.work.gradient
         if len(workers) > 1:
             nbytes = own_gradient_bytes(layer, configuration.workload)
             steps_between_workers, steps_in_stage = replicated_all_reduce_steps(
                 layer.layer, layer.strategy, len(workers), nbytes
             )
-            _add_steps_between(usage, evaluation, steps_between_workers, workers, counts.all_reduce[number])
-        usage.add_steps(steps_in_stage, names, counts.all_reduce[number])
+            _add_steps_between(usage, evaluation, steps_between_workers, workers, reduced)
+        usage.add_steps(steps_in_stage, names, reduced)
+
+
+def _exposed_reduces(evaluation: Evaluation, number: int, counts: _Counts) -> float:
+    """The number of gradient all-reduces of a stage, each with the part that comes after the last backward pass."""
+    stage = evaluation.stages[number]
+    share = stage.exposed_all_reduce_s / stage.all_reduce_s if stage.all_reduce_s else 1.0
+    return float(share * counts.all_reduce[number])
 
 
 def _add_shared_weights(usage: UsageSum, evaluation: Evaluation, counts: _Counts) -> None:
@@ -147,7 +167,7 @@ def _add_shared_weights(usage: UsageSum, evaluation: Evaluation, counts: _Counts
     stage_of = {layer.name: number for number, graph in enumerate(graphs) for layer in graph.layers}
     workload = evaluation.configuration.workload
     for number, workers, step in shared_steps(evaluation.schedule, graphs, stage_of, layers, workload):
-        _add_steps_between(usage, evaluation, (step,), workers, counts.all_reduce[number])
+        _add_steps_between(usage, evaluation, (step,), workers, _exposed_reduces(evaluation, number, counts))
 
 
 def _add_steps_between(

@@ -55,8 +55,8 @@ class Usage:
     Attributes:
         rings: for each (level, collective, group size) the sums of messages, sent bytes and bytes n.
         sizes: for each (level, collective, group size) the n of its steps, each with the number of times that it runs.
-        launches, flops, memory_bytes: local work, as `autoddl.costmodel.cluster` prices it.  FLOPs are scaled to the reference
-            precision (float32 if the device has it).
+        launches, flops, memory_bytes: local work, as `autoddl.costmodel.cluster` prices it.  FLOPs are those of large products in
+            the reference precision (float32 if the device has it) that take as long.
     """
 
     rings: Mapping[Key, tuple[float, float, float]]
@@ -126,7 +126,7 @@ class UsageSum:
     """Adds up what a step uses, on devices of a cluster that train in ``precision``."""
 
     def __init__(self, cluster: Cluster, precision: str):
-        self._relative = cluster.device.peak(precision) / reference_peak(cluster.device)
+        self._device, self._precision = cluster.device, precision
         self._rings: dict[Key, np.ndarray] = {}
         self._sizes: dict[Key, dict[float, float]] = {}
         self._work = LocalWork()
@@ -155,8 +155,9 @@ class UsageSum:
     def usage(self) -> Usage:
         """The sums."""
         rings = {key: (float(a), float(b), float(c)) for key, (a, b, c) in self._rings.items()}
-        work = self._work
-        return Usage(rings, self._sizes, work.launches, work.flops / self._relative, work.nbytes)
+        work, device = self._work, self._device
+        flops = device.arithmetic_s(work, self._precision) * device.efficiency * reference_peak(device)
+        return Usage(rings, self._sizes, work.launches, flops, work.nbytes)
 
 
 def trust(candidates: Sequence[RivalPlan], cluster: Cluster, communication_only: bool) -> Trust:
@@ -231,10 +232,15 @@ def drawn_cluster(cluster: Cluster, k: int) -> Cluster:
             drawn.groups[collective, size] = (latency, 1.0 / max(slowness, 1e-18))
         links.append(drawn)
     launch, work, memory = (float(values[k]) for values in draws.device())
+    known = cluster.device
+    efficiency = 1.0 / max(work, 1e-30) / reference_peak(known)
+    # The products inside attention are as uncertain as others.
+    core = None if known.core_efficiency is None else known.core_efficiency * efficiency / known.efficiency
     device = replace(
-        cluster.device,
+        known,
         launch_s=launch,
-        efficiency=1.0 / max(work, 1e-30) / reference_peak(cluster.device),
+        efficiency=efficiency,
+        core_efficiency=core,
         memory_bandwidth=1.0 / max(memory, 1e-18),
     )
     return replace(cluster, links=(links[0], links[1]), device=device)

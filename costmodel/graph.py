@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class LayerGraph:
         layers: in topological order.
         edges: (producer, consumer) by name; the edges of a consumer are in the order of its inputs.
         notes: remarks of the extraction for the user, such as operations that were ignored.
+        part_of: the model that this is a stage of; it decides which layers are recomputed. It is not a part of the document.
     """
 
     name: str
@@ -64,6 +65,7 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     edges: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
+    part_of: LayerGraph | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -73,6 +75,9 @@ class LayerGraph:
 
     def __getitem__(self, name: str) -> Layer:
         return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
 
     @cached_property
     def _by_name(self) -> dict[str, Layer]:
@@ -95,7 +100,7 @@ class LayerGraph:
 
     @cached_property
     def _places(self) -> dict[str, Place]:
-        return dict(zip((layer.name for layer in self.layers), places_of(self.layers, self.edges)))
+        return dict(zip((layer.name for layer in self.layers), places_of(self.layers, self.edges, self.part_of)))
 
     @property
     def has_loss(self) -> bool:
@@ -170,12 +175,16 @@ class LayerGraph:
         return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
 
 
-def places_of(layers: Sequence[Layer], edges: Sequence[tuple[str, str]]) -> tuple[Place, ...]:
+def places_of(
+    layers: Sequence[Layer], edges: Sequence[tuple[str, str]], whole: LayerGraph | None = None
+) -> tuple[Place, ...]:
     """Return the places of layers in their graph, or in a part of it.
 
     Args:
         layers: the layers, in topological order.
         edges: (producer, consumer) by name.
+        whole: the model that the layers are a stage of. It decides which of them are recomputed, so that this does not depend on
+            the stages that the model is cut into.
     """
     indices: dict[str, set[int]] = {}
     for layer in layers:
@@ -183,16 +192,20 @@ def places_of(layers: Sequence[Layer], edges: Sequence[tuple[str, str]]) -> tupl
             indices.setdefault(layer.block, set()).add(layer.block_index)
     by_name = {layer.name: layer for layer in layers}
     fed = {target for _, target in edges}
-    feeding_loss = {source for source, target in edges if by_name[target].is_loss}
+    feeding_loss = {source for source, target in edges if kind_of(by_name[target].kind).is_loss}
     begun: set[tuple[str, int]] = set()
     places = []
     for layer in layers:
         key = (layer.block, layer.block_index)
-        is_repeated = bool(layer.block) if indices else layer.name not in feeding_loss
+        if whole is not None and layer.name in whole:
+            is_recomputed = whole.place(layer.name).is_recomputed
+        else:
+            ends = layer.is_loss or layer.name in feeding_loss
+            is_recomputed = (bool(layer.block) if indices else not ends) and kind_of(layer.kind).is_recomputed
         places.append(
             Place(
                 is_first=layer.name not in fed,
-                is_recomputed=is_repeated and kind_of(layer.kind).is_recomputed,
+                is_recomputed=is_recomputed,
                 begins_block=bool(layer.block) and key not in begun,
                 repetitions=len(indices.get(layer.block, ())),
             )

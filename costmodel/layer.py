@@ -6,7 +6,8 @@ dropout, bias) belong to the layer that they follow and form its ``epilogue``.
 
 ``flops`` counts the forward pass of one sample, a multiply-add as two.  Only matrix products count, since all other operations
 are bound by memory bandwidth.  ``kept_elements`` counts the elements per sample that are kept for the backward pass besides the
-layer's input (arguments of activation functions, attention probabilities).  They are split like the output.
+layer's input (arguments of activation functions, attention probabilities), without the masks of dropouts.  They are split like the
+output.
 
 A fused layer stands for several modules that read the same tensor: the query, key and value projections of attention, or the
 gate and up projections of a gated MLP.  Its features are ordered by group: a group is a key-value head with its query heads, or
@@ -32,9 +33,9 @@ class Place:
 
     Attributes:
         is_first: Whether the layer reads the data itself; then it gathers no input and computes no gradient for it.
-        is_recomputed: Whether recomputation runs the layer again: it is in a repeated block, or its model has no blocks and it is
-            not followed by the loss alone.  The backward pass of the layers at the end of a model follows their forward pass
-            directly, so that recomputation would save nothing.
+        is_recomputed: Whether recomputation runs the layer again: it is in a repeated block, or its model has no blocks and it
+            neither computes the loss nor is followed by the loss alone.  The backward pass of the layers at the end of a model
+            follows their forward pass directly, so that recomputation would save nothing.
         begins_block: Whether it is the first layer of a repetition of a block.
         repetitions: Number of repetitions of its block in the graph; 0 outside of blocks.
     """
@@ -77,7 +78,7 @@ class Layer:
         parameters: trained tensors, in the order of the module.
         epilogue: element-wise operations that follow, such as ("gelu",).
         flops: forward FLOPs per sample.
-        kept_elements: elements per sample that are kept for the backward pass besides the input.
+        kept_elements: elements per sample that are kept for the backward pass besides the input and the masks of dropouts.
         block: the repeated block that the layer belongs to, such as "blocks"; empty if none.
         block_index: index of the repetition.
         role: name of the layer inside its block, such as "mlp.fc1"; equal in all repetitions.
@@ -122,6 +123,17 @@ class Layer:
     def input_elements(self) -> int:
         """Elements of the input per sample."""
         return prod(self.input_shape)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks of dropouts per sample, which are kept for the backward pass: one per element in every precision."""
+        own = kind_of(self.kind).dropped_elements(self)
+        return self.epilogue.count("dropout") * self.output_elements + own
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether the layer keeps anything for the backward pass besides its input."""
+        return self.kept_elements > 0 or self.mask_bytes > 0
 
     @property
     def is_loss(self) -> bool:

@@ -37,6 +37,7 @@ def graph_of(
     heads: int | None = None,
     sequence: int | None = None,
     vocabulary: int | None = None,
+    dropout: bool = False,
 ) -> LayerGraph:
     """Return the layer graph of a model (see :func:`autoddl.plan` for the arguments).
 
@@ -50,10 +51,12 @@ def graph_of(
     if isinstance(model, (str, os.PathLike)):
         if inputs is not None:
             raise UserError(f"inputs are for modules; model {os.fspath(model)!r} has its own")
-        return resolve_model(os.fspath(model), **sizes)
+        return resolve_model(os.fspath(model), **sizes, dropout=dropout)
     for size, value in sizes.items():
         if value is not None:
             raise UserError(f"{size} {value} is for built-in transformers, not for a {type(model).__name__}")
+    if dropout:
+        raise UserError(f"dropout is for built-in transformers, not for a {type(model).__name__}")
     if isinstance(model, LayerGraph):
         if inputs is not None:
             raise UserError(f"inputs are for modules; the graph {model.name} needs none")

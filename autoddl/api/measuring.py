@@ -347,6 +347,7 @@ def rank(
     heads: int | None = None,
     sequence: int | None = None,
     vocabulary: int | None = None,
+    dropout: bool = False,
     batch: int | None = None,
     strategies: int = 40,
     rounds: int = 6,
@@ -359,7 +360,7 @@ def rank(
     """Run strategies of a model on ranks of this machine, and compare measured with predicted times.  Requires OneFlow.
 
     Args:
-        model, inputs, heads, sequence, vocabulary: As in :func:`autoddl.plan`.
+        model, inputs, heads, sequence, vocabulary, dropout: As in :func:`autoddl.plan`.
         ranks: Number of ranks.
         cluster: The cluster that predicts the times, usually one that was calibrated on this machine.
         device: Type of device, ``"cuda"`` or ``"cpu"``; by default GPUs, if the cluster has GPUs and OneFlow sees one.
@@ -386,7 +387,7 @@ def rank(
     devices = cluster_of(cluster, 1, ranks)
     kind = device_type(device, devices, sees_gpus)
     settings = RankSettings(strategies, rounds, repetitions, budget_s, not communication_only, seed, quiet, kind)
-    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
+    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary, dropout=dropout)
     samples = 8 * ranks if batch is None else batch
     chosen = precision or (devices.default_precision if kind == GPU else "float32")
     (types,) = precisions_on(kind, devices, [chosen])

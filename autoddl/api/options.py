@@ -34,6 +34,7 @@ class PlanningOptions(TypedDict, total=False):
         latency_s, bandwidth: Latency [s] and bandwidth per device [bytes/s] of every link; by default those of the cluster.
         heads, sequence, vocabulary: Number of attention heads, sequence length and vocabulary size of a built-in transformer; by
             default those of the model.
+        dropout: Whether a built-in transformer has dropouts.
         batch: Samples per training step over all devices; by default 8 per device.
         micro_batch: Samples per forward pass over all devices (of a stage, with a pipeline); by default chosen by the search.
         precision: ``float32``, ``mixed``, ``bfloat16`` or ``fp8``; by default the usual precision of the device.
@@ -70,6 +71,7 @@ class PlanningOptions(TypedDict, total=False):
     heads: int | None
     sequence: int | None
     vocabulary: int | None
+    dropout: bool
     batch: int | None
     micro_batch: int | None
     precision: str | None
@@ -94,7 +96,7 @@ class PlanningOptions(TypedDict, total=False):
 
 
 #: Defaults of `PlanningOptions`: those of the planner, but with a progress bar; None for options that are not listed.
-PLANNING_DEFAULTS: Mapping[str, Any] = {**{option.name: option.default for option in fields(Options)}, "quiet": False}
+PLANNING_DEFAULTS: Mapping[str, Any] = {**{option.name: option.default for option in fields(Options)}, "dropout": False, "quiet": False}
 
 
 def takes(group: type, defaults: Mapping[str, Any]) -> Callable[[Function], Function]:

@@ -99,7 +99,12 @@ def _graph_and_cluster(
     model: ModelLike, inputs: Any, cluster: ClusterLike, options: PlanningOptions
 ) -> tuple[LayerGraph, Cluster]:
     graph = graph_of(
-        model, inputs, heads=options["heads"], sequence=options["sequence"], vocabulary=options["vocabulary"]
+        model,
+        inputs,
+        heads=options["heads"],
+        sequence=options["sequence"],
+        vocabulary=options["vocabulary"],
+        dropout=options["dropout"],
     )
     sizes = options["nodes"], options["devices_per_node"], options["latency_s"], options["bandwidth"]
     return graph, cluster_of(cluster, *sizes)

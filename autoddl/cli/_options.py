@@ -103,6 +103,7 @@ _ASSIGNABLE = (
     *_OTHER_NAME,
     "device",
     "devices_per_node",
+    "dropout",
     "edited",
     "executor",
     "heads",

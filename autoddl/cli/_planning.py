@@ -42,6 +42,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, metavar="H", help="number of attention heads of a built-in transformer")
     parser.add_argument("--sequence", type=int, metavar="LENGTH", help="sequence length of a built-in transformer")
     parser.add_argument("--vocabulary", type=int, metavar="SIZE", help="vocabulary size of a built-in transformer")
+    parser.add_argument("--dropout", action="store_true", help="a built-in transformer has dropouts, as when it was published")
 
 
 def add_cluster_arguments(parser: argparse._ActionsContainer) -> None:
@@ -206,7 +207,11 @@ def add_method(group: argparse._ArgumentGroup) -> None:
 def model_of(arguments: argparse.Namespace) -> LayerGraph:
     """Return the layer graph of MODEL."""
     return inputs.graph_of(
-        arguments.model, heads=arguments.heads, sequence=arguments.sequence, vocabulary=arguments.vocabulary
+        arguments.model,
+        heads=arguments.heads,
+        sequence=arguments.sequence,
+        vocabulary=arguments.vocabulary,
+        dropout=arguments.dropout,
     )
 
 

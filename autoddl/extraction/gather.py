@@ -183,16 +183,18 @@ class _Gathering(Assembly):
         if region.causal is None:
             self.unknown_masks.append(region.path or "attention")
         layer = make.attention(
-            "", region.rows, region.heads, region.head_dim, kv_heads=kv_heads, causal=region.causal is not False
+            "",
+            region.rows,
+            region.heads,
+            region.head_dim,
+            kv_heads=kv_heads,
+            causal=region.causal is not False,
+            dropout=bool(region.dropout),
         )
-        kept = layer.kept_elements
-        if region.dropout:  # the probabilities before and after the dropout, and its mask
-            kept = 2 * kept + make.kept_by_epilogue(("dropout",), kept)
         is_own_module = region.path and region.path not in self.container_children
         layer = replace(
             layer,
             input_shape=(region.rows, features),
-            kept_elements=kept,
             modules=(region.path,) if region.path else (),
         )
         learned = [t for op in region.operators for t in graph.learned_inputs(op)]

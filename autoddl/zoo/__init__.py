@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autoddl.costmodel.documents import load_json
 from autoddl.costmodel.errors import UserError, quote
@@ -64,7 +65,12 @@ def is_oneflow_model(text: str) -> bool:
 
 
 def resolve_model(
-    text: str, *, heads: int | None = None, sequence: int | None = None, vocabulary: int | None = None
+    text: str,
+    *,
+    heads: int | None = None,
+    sequence: int | None = None,
+    vocabulary: int | None = None,
+    dropout: bool = False,
 ) -> LayerGraph:
     """The layer graph of a model.
 
@@ -76,12 +82,14 @@ def resolve_model(
             the longest that it allows; a note in the graph says so.
         vocabulary: size of its vocabulary, instead of the model's own. It is always padded to a multiple of 128; a note in the
             graph says so.
+        dropout: whether a built-in transformer has dropouts.
 
     Raises:
         UserError: the model is unknown, a file is malformed, or an option does not apply.
     """
-    options = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
-    for option, value in options.items():
+    sizes_given = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
+    options: dict[str, Any] = {**sizes_given, "dropout": True if dropout else None}
+    for option, value in sizes_given.items():
         if value is not None and not 1 <= value <= MAX_SIZES[option]:
             raise UserError(f"{option}={value} should be a whole number from 1 to {MAX_SIZES[option]}")
     if text in TRANSFORMERS:
@@ -112,7 +120,7 @@ def _fixed_model(text: str, family: str, sizes: str) -> LayerGraph:
     raise _unknown(text)
 
 
-def _check_no_options(text: str, options: Mapping[str, int | None]) -> None:
+def _check_no_options(text: str, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
         if value is not None:
             raise UserError(
@@ -142,7 +150,7 @@ def _mlp_widths(text: str, sizes: str) -> list[int]:
     return widths
 
 
-def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
+def _from_file(text: str, options: Mapping[str, Any]) -> LayerGraph:
     """The graph of a saved graph or of a HuggingFace configuration."""
     # os.path instead of Path: Path.exists raises OSError for texts longer than a file name may be.
     path = Path(text, "config.json") if os.path.isdir(text) else Path(text)

@@ -157,7 +157,13 @@ def sized_transformer(family: str, layers: int, width: int, heads: int | None, s
 
 
 def build_transformer(
-    family: str, model: Transformer, *, heads: int | None, sequence: int | None, vocabulary: int | None
+    family: str,
+    model: Transformer,
+    *,
+    heads: int | None,
+    sequence: int | None,
+    vocabulary: int | None,
+    dropout: bool | None = None,
 ) -> LayerGraph:
     """The graph of a model, with the vocabulary padded.
 
@@ -167,6 +173,7 @@ def build_transformer(
         heads: instead of the model's own; None: unchanged.
         sequence: instead of the model's own; None: unchanged.
         vocabulary: instead of the model's own; None: unchanged.
+        dropout: whether it has dropouts; None: unchanged.
 
     Raises:
         UserError: the sizes are inconsistent.
@@ -178,6 +185,7 @@ def build_transformer(
         heads=model.heads if heads is None else heads,
         sequence=model.sequence if sequence is None else sequence,
         vocabulary=model.vocabulary if vocabulary is None else vocabulary,
+        dropout=model.dropout if dropout is None else dropout,
     )
     padded = pad_vocabulary(model.vocabulary)
     graph = FAMILIES[family](replace(model, vocabulary=padded))

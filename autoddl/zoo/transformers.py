@@ -58,6 +58,8 @@ class Transformer:
         qkv_bias: whether the query, key and value projections have biases (LLaMA and similar models; GPT and BERT always do).
         output_bias: whether the output projection of the attention has a bias (the same).
         mlp_bias: whether the projections of the MLP have biases (the same).
+        dropout: whether there are dropouts: of the sum of the embeddings, of the attention's probabilities, and of what a block
+            adds to the residual stream.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Transformer:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         for field, largest in MAX_SIZES.items():
@@ -106,6 +109,11 @@ class Transformer:
         return self.intermediate or 4 * self.width
 
     @property
+    def drop(self) -> tuple[str, ...]:
+        """The epilogue of layers that a dropout follows."""
+        return ("dropout",) if self.dropout else ()
+
+    @property
     def num_positions(self) -> int:
         """Rows of the position table."""
         return self.positions or self.sequence
@@ -123,16 +131,16 @@ def gpt(model: Transformer) -> LayerGraph:
     builder = GraphBuilder(model.name, "sequence")
     tokens = builder.add(embedding("wte", rows, model.vocabulary, width))
     places = builder.add(position("wpe", rows, model.num_positions, width))
-    entry = builder.add(add("embed", (rows, width)), tokens, places)
+    entry = builder.add(add("embed", (rows, width), epilogue=model.drop), tokens, places)
     block = [
         (norm("ln_1", rows, width), [BLOCK_INPUT]),
         (linear("attn.c_attn", rows, width, 3 * width), ["ln_1"]),
-        (attention("attn", rows, model.heads, head_dim, causal=True), ["attn.c_attn"]),
-        (linear("attn.c_proj", rows, width, width), ["attn"]),
+        (attention("attn", rows, model.heads, head_dim, causal=True, dropout=model.dropout), ["attn.c_attn"]),
+        (linear("attn.c_proj", rows, width, width, epilogue=model.drop), ["attn"]),
         (add("add_1", (rows, width)), [BLOCK_INPUT, "attn.c_proj"]),
         (norm("ln_2", rows, width), ["add_1"]),
         (linear("mlp.c_fc", rows, width, inner, epilogue=(model.activation,)), ["ln_2"]),
-        (linear("mlp.c_proj", rows, inner, width), ["mlp.c_fc"]),
+        (linear("mlp.c_proj", rows, inner, width, epilogue=model.drop), ["mlp.c_fc"]),
         (add("add_2", (rows, width)), ["add_1", "mlp.c_proj"]),
     ]
     end = builder.repeat("h", model.layers, block, entry)
@@ -160,22 +168,22 @@ def bert(model: Transformer) -> LayerGraph:
         builder.add(embedding("embeddings.token_type_embeddings", rows, model.types, width)),
         builder.add(position("embeddings.position_embeddings", rows, model.num_positions, width)),
     ]
-    entry = builder.add(add("embeddings.embed", (rows, width)), *tables)
+    entry = builder.add(add("embeddings.embed", (rows, width), epilogue=model.drop), *tables)
     entry = builder.add(norm("embeddings.LayerNorm", rows, width), entry)
     attend = "attention.self"
     qkv = f"{attend}.query+key+value"
     parts = [(f"{attend}.{part}", width) for part in ("query", "key", "value")]
     block = [
         (linear(qkv, rows, width, 3 * width, parts=parts), [BLOCK_INPUT]),
-        (attention(attend, rows, model.heads, width // model.heads, causal=False), [qkv]),
-        (linear("attention.output.dense", rows, width, width), [attend]),
+        (attention(attend, rows, model.heads, width // model.heads, causal=False, dropout=model.dropout), [qkv]),
+        (linear("attention.output.dense", rows, width, width, epilogue=model.drop), [attend]),
         (add("attention.output.add", (rows, width)), ["attention.output.dense", BLOCK_INPUT]),
         (norm("attention.output.LayerNorm", rows, width), ["attention.output.add"]),
         (
             linear("intermediate.dense", rows, width, inner, epilogue=(model.activation,)),
             ["attention.output.LayerNorm"],
         ),
-        (linear("output.dense", rows, inner, width), ["intermediate.dense"]),
+        (linear("output.dense", rows, inner, width, epilogue=model.drop), ["intermediate.dense"]),
         (add("output.add", (rows, width)), ["output.dense", "attention.output.LayerNorm"]),
         (norm("output.LayerNorm", rows, width), ["output.add"]),
     ]
@@ -204,21 +212,24 @@ def llama(model: Transformer) -> LayerGraph:
     qkv_parts = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
     gate_parts = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
     gated = (model.activation, "mul")
+    attending = attention(
+        attend, rows, model.heads, head_dim, kv_heads=kv_heads, causal=True, dropout=model.dropout
+    )
     block = [
         (norm("input_layernorm", rows, width, statistics=1), [BLOCK_INPUT]),
         (
             linear(qkv, rows, width, queries + 2 * keys, parts=qkv_parts, bias=model.qkv_bias),
             ["input_layernorm"],
         ),
-        (attention(attend, rows, model.heads, head_dim, kv_heads=kv_heads, causal=True), [qkv]),
-        (linear("self_attn.o_proj", rows, queries, width, bias=model.output_bias), [attend]),
+        (attending, [qkv]),
+        (linear("self_attn.o_proj", rows, queries, width, bias=model.output_bias, epilogue=model.drop), [attend]),
         (add("add_1", (rows, width)), [BLOCK_INPUT, "self_attn.o_proj"]),
         (norm("post_attention_layernorm", rows, width, statistics=1), ["add_1"]),
         (
             linear(gate_up, rows, width, 2 * inner, parts=gate_parts, bias=model.mlp_bias, epilogue=gated),
             ["post_attention_layernorm"],
         ),
-        (linear("mlp.down_proj", rows, inner, width, bias=model.mlp_bias), [gate_up]),
+        (linear("mlp.down_proj", rows, inner, width, bias=model.mlp_bias, epilogue=model.drop), [gate_up]),
         (add("add_2", (rows, width)), ["add_1", "mlp.down_proj"]),
     ]
     builder = GraphBuilder(model.name, "sequence")

@@ -5,8 +5,12 @@ The backward pass adds up the gradients from all consumers of an input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 from ..layer import Layer
 from ..localwork import elementwise
+from .epilogue import kept_by_epilogue
 from .kind import Body, LayerKind, LayerQuantities
 
 __all__ = ["Add", "add"]
@@ -25,6 +29,15 @@ class Add(LayerKind):
         return Body((), (), work + after, work + after_backward, kept_bytes=quantities.kept_bytes)
 
 
-def add(name: str, shape: tuple[int, ...]) -> Layer:
-    """Make a layer that returns the element-wise sum of two or more tensors of one shape."""
-    return Layer(name=name, kind="add", input_shape=shape, output_shape=shape)
+def add(name: str, shape: tuple[int, ...], *, epilogue: Sequence[str] = ()) -> Layer:
+    """Make a layer that returns the element-wise sum of two or more tensors of one shape.
+
+    Args:
+        name: of the layer.
+        shape: of a sample.
+        epilogue: element-wise operations that follow.
+    """
+    kept = kept_by_epilogue(epilogue, prod(shape))
+    return Layer(
+        name=name, kind="add", input_shape=shape, output_shape=shape, epilogue=tuple(epilogue), kept_elements=kept
+    )

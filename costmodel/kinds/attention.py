@@ -13,7 +13,9 @@ backward pass computes the scores again, and four further products: 2.5 times as
 sum, in the master type; the result is the input of the layer that follows.
 
 **Dense** attention computes all S S pairs whatever the mask, and twice as many FLOPs in the backward pass.  The softmax reads or
-writes the scores three times in each pass.  The probabilities, S S elements per head, are kept for the backward pass.
+writes the scores three times in each pass.  The probabilities, S S elements per head, are kept for the backward pass.  With
+dropout of the probabilities, they are read and written once more in each pass; the result of the dropout and its mask are kept,
+too.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ class Attention(LayerKind):
     def input_groups(self, layer: Layer) -> tuple[int, tuple[int, ...]]:
         return head_sections(layer)
 
-    def drops_elements(self, layer: Layer) -> bool:
-        # With dropout, the backward pass keeps more than the probabilities.
-        return layer.kept_elements > layer.attributes["heads"] * layer.rows**2
+    def dropped_elements(self, layer: Layer) -> int:
+        # With dropout, the backward pass keeps the probabilities before and after it.
+        scores: int = layer.attributes["heads"] * layer.rows**2
+        return scores if layer.kept_elements > scores else 0
 
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
         return layer.attributes["kv_heads"] % (strategy.p1 * strategy.p2) == 0
@@ -93,6 +96,8 @@ def _dense(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
     nbytes = heads * (2 * length * head_dim * quantities.itemsize) + scores_bytes
     product = attention_core(heads * (2.0 * length * length * head_dim), nbytes)
     softmax = elementwise(3 * scores_bytes)
+    if quantities.layer.mask_bytes:
+        softmax = softmax + elementwise(2 * scores_bytes)
     return 2 * product + softmax, 4 * product + softmax, quantities.kept_bytes
 
 
@@ -115,6 +120,7 @@ def attention(
     kv_heads: int | None = None,
     causal: bool,
     window: int | None = None,
+    dropout: bool = False,
     module: str = "",
 ) -> Layer:
     """Make an attention layer, softmax(q k^T) v.
@@ -129,6 +135,7 @@ def attention(
         kv_heads: number of key-value heads; None for as many as query heads.
         causal: whether a position attends only to itself and to earlier ones.
         window: number of positions that a position of causal attention attends to, itself included; None for all of them.
+        dropout: whether probabilities are dropped.
         module: the module path, if it differs from the name.
     """
     kv_heads = heads if kv_heads is None else kv_heads
@@ -145,6 +152,6 @@ def attention(
             **({} if window is None else {"window": window}),
         },
         flops=4.0 * sequence * sequence * heads * head_dim,
-        kept_elements=heads * sequence * sequence,
+        kept_elements=(2 if dropout else 1) * heads * sequence * sequence,
         modules=(module or name,),
     )

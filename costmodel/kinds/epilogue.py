@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 __all__ = ["GATES", "KEPT_PER_ELEMENT", "LOSSES", "kept_by_epilogue"]
 
 #: Elements that an element-wise operation keeps for the backward pass, per element of its result: 0 if the result suffices (it is
-#: the next layer's input), 1 for the argument, 2 for the factors of a product.  Dropout keeps a mask of bytes.
-KEPT_PER_ELEMENT: Mapping[str, float] = {
+#: the next layer's input), 1 for the argument, 2 for the factors of a product.  The mask of a dropout has one byte per element in
+#: every precision, so it is counted apart (:attr:`autoddl.costmodel.layer.Layer.mask_bytes`).
+KEPT_PER_ELEMENT: Mapping[str, int] = {
     **dict.fromkeys(("relu", "sigmoid", "tanh"), 0),
     **dict.fromkeys(("cast", "negative", "reduce_sum", "scalar_add", "scalar_div", "scalar_mul", "sub", "sum"), 0),
-    "dropout": 0.25,
+    "dropout": 0,
     "gelu": 1,
     "silu": 1,
     "quick_gelu": 1,
@@ -33,10 +33,10 @@ def kept_by_epilogue(epilogue: Iterable[str], elements: int) -> int:
     An operation that is not in `KEPT_PER_ELEMENT` keeps one element for each element of its result.
 
     >>> kept_by_epilogue(["gelu", "dropout"], 1024), kept_by_epilogue(["silu", "mul"], 1024)
-    (1280, 2048)
+    (1024, 2048)
     """
     operations = list(epilogue)
     kept = sum(KEPT_PER_ELEMENT.get(operation, 1) for operation in operations)
     # The activation of a gate is computed again from the gate, which the gate's product keeps: gate and factor are kept alone.
     gates = (before for before, after in zip(operations, operations[1:]) if after in GATES)
-    return math.ceil((kept - sum(KEPT_PER_ELEMENT.get(operation, 1) for operation in gates)) * elements)
+    return (kept - sum(KEPT_PER_ELEMENT.get(operation, 1) for operation in gates)) * elements

@@ -72,7 +72,7 @@ class LayerQuantities:
         self.rows = samples * layer.rows / self.p0
         self.input_bytes = samples * layer.input_elements * self.itemsize / self.parts
         self.output_bytes = samples * layer.output_elements * self.itemsize / self.parts
-        self.kept_bytes = samples * layer.kept_elements * self.itemsize / self.parts
+        self.kept_bytes = samples * (layer.kept_elements * self.itemsize + layer.mask_bytes) / self.parts
 
     @property
     def parameter_parts(self) -> Number:
@@ -196,9 +196,13 @@ class LayerKind(ABC):
         """
         return None
 
+    def dropped_elements(self, layer: Layer) -> int:
+        """Return the number of elements per sample that a dropout of the layer's own acts on, besides those of its epilogue."""
+        return 0
+
     def drops_elements(self, layer: Layer) -> bool:
         """Return whether the layer has a dropout of its own, besides those of its epilogue."""
-        return False
+        return self.dropped_elements(layer) > 0
 
     # -- strategies
 

@@ -103,7 +103,7 @@ def _product(quantities: LayerQuantities, is_first: bool) -> Body:
         + kept_bytes,
         buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
         # The backward pass needs the product itself only if the epilogue keeps it.
-        forward_steps_to_repeat=None if quantities.layer.kept_elements else gather,
+        forward_steps_to_repeat=None if quantities.layer.keeps_own else gather,
     )
 
 
@@ -142,7 +142,7 @@ def _summa(quantities: LayerQuantities, is_first: bool) -> Body:
         kept_bytes=quantities.input_bytes + quantities.kept_bytes,
         # One step holds panels of the operands: 1 / max(r, c) of input and weight.
         buffer_bytes=input_bytes / strategy.panels + weight_bytes / strategy.panels + output_bytes / c,
-        forward_steps_to_repeat=None if quantities.layer.kept_elements else (),
+        forward_steps_to_repeat=None if quantities.layer.keeps_own else (),
     )
 
 

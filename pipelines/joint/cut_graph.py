@@ -142,7 +142,9 @@ class CutGraph:
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
         self.passes: tuple[Passes, ...] = explorer.passes(setting)
         self.stage_searches: tuple[StageSearch, ...] = tuple(explorer.stage_search(mesh) for mesh in setting.meshes)
-        self.stage_demands = [StageDemand(k, v) for k, v in zip(demand.in_flight, demand.versions)]
+        self.stage_demands = [
+            StageDemand(*counts) for counts in zip(demand.in_flight, demand.versions, demand.running)
+        ]
         self.has_one_stage_per_worker = all(len(held) == 1 for held in demand.homes)
         self.terms = Terms(self.num_stages)
         self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)
@@ -153,6 +155,7 @@ class CutGraph:
             for _, stage in held:
                 self._stages_on_worker[stage] = max(self._stages_on_worker[stage], float(len(held)))
         self._in_flight = np.array(demand.in_flight)
+        self._running = np.array(demand.running)
         #: Per stage its bytes of state with all weight versions, as a multiple of the state with one version.
         self._state_factors = np.array(
             [1 + (v - 1) * one.weights_per_state for v, one in zip(demand.versions, self.stage_searches)]
@@ -268,7 +271,7 @@ class CutGraph:
         """
         terms = self.terms
         forward = weights[terms.forward] + (weights[terms.recompute] if recompute == "stage" else 0.0)
-        in_flight = np.ones(self.num_stages) if recompute == "stage" else self._in_flight
+        in_flight = self._kept_in_flight(recompute)
         return np.column_stack(
             [
                 forward,
@@ -279,6 +282,13 @@ class CutGraph:
                 price,
             ]
         )
+
+    def _kept_in_flight(self, recompute: str) -> np.ndarray:
+        """Return the number of micro-batches whose activations each stage keeps at a time; shape (stages,).
+
+        A stage that is recomputed as a whole keeps only those that run.
+        """
+        return self._running if recompute == "stage" else self._in_flight
 
     def recomputations_of(self, stage: int) -> tuple[str, ...]:
         """The ways of recomputation on offer for a stage (see :mod:`.space`)."""
@@ -457,8 +467,7 @@ class CutGraph:
         vectors = np.zeros((self.num_stages, self.num_units, 5))
         for recompute in self.recomputations:
             vector_weights = self._vector_weights(weights, recompute, price)
-            # A stage that is recomputed as a whole keeps the activations of one micro-batch at a time.
-            in_flight = np.ones(self.num_stages) if recompute == "stage" else self._in_flight
+            in_flight = self._kept_in_flight(recompute)
             bytes_factors = np.column_stack([self._state_factors, in_flight, np.ones(self.num_stages)])
             for (number, passes), stages in self._equal_stages.items():
                 own, units = vector_weights[stages], self.stage_searches[number].unit_bounds

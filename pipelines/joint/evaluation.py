@@ -15,11 +15,12 @@ backward pass B has made it. So of an all-reduce A the part max(A / k, A - (1 - 
 **Memory** of a device of worker w, where K(s) is the largest number of micro-batches of stage s in flight there:
 
     state(s) + (versions(s) - 1) weights(s) + K(s) kept(s) + recomputed(s) + largest buffer
-    with recomputation of the stage: K(s) input(s) + kept(s) instead of K(s) kept(s)
+    with recomputation of the stage: K(s) input(s) + L(s) kept(s) instead of K(s) kept(s)
 
-where recomputed(s) are the activations of one block, if blocks are recomputed one by one.  If a worker holds several stages, their
-activations are added up at every moment, and the largest sum counts.  (The search adds up the peaks of the stages instead,
-:mod:`.stage_search`.  That is an upper bound.)
+where L(s) micro-batches are between their second forward pass and the end of their backward pass, and recomputed(s) are the
+activations of one block, if blocks are recomputed one by one.  If a worker holds several stages, their activations are added up at
+every moment, and the largest sum counts.  (The search adds up the peaks of the stages instead, :mod:`.stage_search`.  That is an
+upper bound.)
 
 **Breakdown of the step** on the busiest worker: step = compute + communication inside its stages + bubble + exposed communication.
 Exposed communication is the difference of the simulated steps with and without transfers, and with and without all-reduces.
@@ -37,7 +38,7 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import NUM_BUCKETS, Workload
 
-from ..memory import activations_alive, stashed_inputs_alive, weight_versions
+from ..memory import activations_alive, peak_activations, stashed_inputs_alive, weight_versions
 from ..planners.inflight import in_flight
 from ..schedule import Kind, Schedule
 from ..simulator import simulate
@@ -637,7 +638,8 @@ def memory_of(
             ((_, stage),), (figures,), count = held, own, flights[worker][held[0]]
             activations = count * figures.kept_bytes
             if recomputing[stage]:
-                activations = count * figures.input_bytes + figures.kept_bytes
+                running = peak_activations(schedule)[worker]
+                activations = count * figures.input_bytes + running * figures.kept_bytes
         memory.append(
             WorkerMemory(
                 weight_bytes=sum(figures.weight_bytes for figures in own),

@@ -146,7 +146,8 @@ class _SettingMemory:
                 return bound, best
 
     def _stage_demand(self, stage: int) -> StageDemand:
-        return StageDemand(self.demand.in_flight[stage], self.demand.versions[stage])
+        demand = self.demand
+        return StageDemand(demand.in_flight[stage], demand.versions[stage], demand.running[stage])
 
     @property
     def _is_alone(self) -> bool:

@@ -9,6 +9,10 @@ zero-bubble             min(D, N) for H1, min(2 D - 1, N) for H2: warm-up and de
 gems                    1
 others                  read off a generated schedule; a long schedule is periodic, so a short one suffices
 ======================  ===================================================================================
+
+If a stage is recomputed as a whole, it keeps its activations from the second forward pass to the end of the backward pass: those
+of a single pass, since the backward pass directly follows.  In zero-bubble schedules the weight part of the backward pass is
+delayed, so that stage s keeps the activations of min(s + 1, N) micro-batches under H1, and of min(2 s + 1, N) under H2.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from functools import lru_cache
 
 from ..memory import weight_versions
 from ..planners.inflight import in_flight
-from ..schedule import Schedule
+from ..schedule import Kind, Schedule
 from .bounds import homes
 from .configuration import PipelineSchedule
 
@@ -36,11 +40,14 @@ class MemoryDemand:
         homes: Per worker, its (pipeline, stage) pairs.
         in_flight: Per stage, the largest number of micro-batches in flight on any worker.
         versions: Per stage, the largest number of weight versions at a time on any worker.
+        running: Per stage, the largest number of micro-batches whose activations it keeps if the whole stage is recomputed: those
+            in a forward pass, and those between the second forward pass and the end of the backward pass.
     """
 
     homes: tuple[tuple[tuple[int, int], ...], ...]
     in_flight: tuple[float, ...]
     versions: tuple[int, ...]
+    running: tuple[float, ...]
 
 
 def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
@@ -66,7 +73,12 @@ def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
         flights = [1] * num_stages
     if flights is not None:
         stages_of_workers = homes(depth, spec.groups, spec.num_pipelines)
-        return MemoryDemand(stages_of_workers, tuple(map(float, flights)), (1,) * num_stages)
+        running = [1] * num_stages
+        if spec.name == "zero-bubble":
+            running = [min(2 * s + 1 if options["policy"] == "H2" else s + 1, count) for s in range(depth)]
+        return MemoryDemand(
+            stages_of_workers, tuple(map(float, flights)), (1,) * num_stages, tuple(map(float, running))
+        )
     return _generated_demand(_shortened(spec))
 
 
@@ -85,7 +97,7 @@ def _generated_demand(spec: PipelineSchedule) -> MemoryDemand:
 
 
 def demand_of_schedule(schedule: Schedule) -> MemoryDemand:
-    """Return the memory demand of a generated schedule."""
+    """Return the memory demand of a generated schedule whose backward passes are not split."""
     versions = {} if schedule.is_synchronous else weight_versions(schedule)
     most_in_flight, most_versions = [0.0] * schedule.num_stages, [1] * schedule.num_stages
     for counts in in_flight(schedule):
@@ -93,4 +105,6 @@ def demand_of_schedule(schedule: Schedule) -> MemoryDemand:
             most_in_flight[stage] = max(most_in_flight[stage], count)
             most_versions[stage] = max(most_versions[stage], versions.get((pipeline, stage), 1))
     stages_of_workers = tuple(schedule.stages_on(worker) for worker in range(schedule.num_workers))
-    return MemoryDemand(stages_of_workers, tuple(most_in_flight), tuple(most_versions))
+    largest_pass = max(float(task.part.size) for _, _, task in schedule.tasks() if task.kind is Kind.FORWARD)
+    running = (largest_pass,) * schedule.num_stages
+    return MemoryDemand(stages_of_workers, tuple(most_in_flight), tuple(most_versions), running)

@@ -111,7 +111,8 @@ class Chain:
             rows = []
             for layer in self.layers(unit, unit + 1):
                 inputs = tuple(max(-1, position[name] - start) for name in self.graph.inputs(layer.name))
-                rows.append((layer.signature(), layer.block, layer.role, inputs))
+                is_recomputed = self.graph.place(layer.name).is_recomputed
+                rows.append((layer.signature(), layer.block, layer.role, inputs, is_recomputed))
             signatures.append(tuple(rows))
         return tuple(signatures)
 
@@ -175,7 +176,8 @@ class Chain:
         for owner, user in self._ties:
             if (owner in names) != (user in names):
                 shared.append((owner, user) if owner in names else (user, owner))
-        graph = LayerGraph(f"{self.graph.name}[{first}:{stop}]", self.graph.sample, layers, tuple(edges))
+        name = f"{self.graph.name}[{first}:{stop}]"
+        graph = LayerGraph(name, self.graph.sample, layers, tuple(edges), part_of=self.graph)
         return StageGraph(graph, has_entry, tuple(shared))
 
 

@@ -13,9 +13,10 @@ stage's *front*.  *Filters* restrict the front to the rows that may be part of a
 **Memory.**  A stage with K micro-batches in flight and v versions of its weights needs
 
     state + (v - 1) weights + K kept + recomputed + buffer,           or with recomputation of the stage
-    state + (v - 1) weights + K input + kept + buffer
+    state + (v - 1) weights + K input + L kept + buffer
 
-where the activations of one block are *recomputed*, if blocks are recomputed one by one.
+where L micro-batches are between the second forward pass and the end of the backward pass, and the activations of one block are
+*recomputed*, if blocks are recomputed one by one.
 """
 
 from __future__ import annotations
@@ -73,10 +74,12 @@ class StageDemand:
     Attributes:
         in_flight: Largest number of micro-batches in flight.
         versions: Largest number of weight versions at a time.
+        running: Largest number of micro-batches whose activations are kept if the whole stage is recomputed.
     """
 
     in_flight: float
     versions: int
+    running: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,8 @@ class StageSearch:
         """
         num_kept, constant = demand.in_flight, 0.0
         if recompute == "stage":
-            num_kept, constant = 1.0, demand.in_flight * self.tables.input_bytes(first, stop, passes.micro_batch)
+            num_kept = demand.running
+            constant = demand.in_flight * self.tables.input_bytes(first, stop, passes.micro_batch)
         return np.array([1 + (demand.versions - 1) * self.weights_per_state, num_kept, 1.0]), constant
 
     def rows(

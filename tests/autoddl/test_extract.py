@@ -246,7 +246,7 @@ def test_gpt_in_another_style():
     assert {layer.block for layer in block} == {"blocks"}
     assert graph["blocks.0.attn"].attributes == {"heads": 4, "kv_heads": 4, "head_dim": 8, "causal": 1}
     probabilities = 4 * 6 * 6  # kept before and after dropout, and a mask of bytes
-    assert graph["blocks.0.attn"].kept_elements == 2 * probabilities + probabilities // 4
+    assert graph["blocks.0.attn"].kept_elements == 2 * probabilities
     assert graph["pos"].kind == "position" and graph["pos"].attributes == {"positions": 8, "features": 32}
     assert graph.inputs("embed") == ("wte", "pos") and graph["embed"].epilogue == ("dropout",)
     assert graph["loss"].input_shape == (6, 50) and graph.notes == ()

@@ -33,7 +33,7 @@ SCHEDULES = {
 }
 
 
-def configuration_of(graph, spec: PipelineSchedule, recompute: str) -> Configuration:
+def configuration_of(graph, spec: PipelineSchedule, recompute: str, overlap: str = "none") -> Configuration:
     """Stages of equally many units, data parallel by two or, with tied weights, by all devices."""
     chain, mesh, stages = chain_of(graph), StageMesh(1, 4 // spec.num_workers), []
     ways = mesh.num_devices if graph is MODELS["tied"] else 2
@@ -44,11 +44,11 @@ def configuration_of(graph, spec: PipelineSchedule, recompute: str) -> Configura
         if number:
             chosen[ENTRY] = strategy
         stages.append(StageChoice(units, recompute, chosen))
-    return Configuration(mesh, spec, Workload(16, 4, "mixed", "adam", recompute == "layers"), tuple(stages))
+    return Configuration(mesh, spec, Workload(16, 4, "mixed", "adam", overlap=overlap), tuple(stages))
 
 
 @pytest.mark.parametrize("objective", ["step", "communication"])
-@pytest.mark.parametrize("recompute", ["none", "layers", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "layers", "blocks", "stage"])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_longest_path_is_the_step(model, name, recompute, objective):
@@ -58,6 +58,21 @@ def test_the_longest_path_is_the_step(model, name, recompute, objective):
     assert cost == pytest.approx(found.cost(objective), rel=1e-6)
     everything = usage_of_all(found)
     assert set(usage_of_step(found, objective).rings) <= set(everything.rings)
+
+
+@pytest.mark.parametrize("objective", ["step", "communication"])
+@pytest.mark.parametrize("overlap", ["gradients", "all"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_hidden_communication_and_the_speed_of_small_products_count(model, name, overlap, objective):
+    graph = MODELS[model]
+    device = replace(CLUSTER.device, core_efficiency=0.3, half_speed={"mixed": 1e7})
+    cluster = replace(CLUSTER, hidden_part=0.7, device=device)
+    found = evaluate(chain_of(graph), cluster, configuration_of(graph, SCHEDULES[name], "blocks", overlap))
+    plain = evaluate(chain_of(graph), CLUSTER, configuration_of(graph, SCHEDULES[name], "blocks"))
+    assert found.cost("communication") < plain.cost("communication")
+    (cost,) = costs_of(usage_of_step(found, objective), cluster, objective == "communication")
+    assert cost == pytest.approx(found.cost(objective), rel=1e-6)
 
 
 def test_an_asynchronous_step_is_a_part_of_all_simulated_ones():

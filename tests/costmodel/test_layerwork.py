@@ -16,10 +16,10 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import Layer, LayerGraph, Place
 from autoddl.costmodel.layerwork import LayerWork, layer_work
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
-from autoddl.costmodel.workload import Workload
+from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
 from autoddl.zoo import Transformer, gpt, mlp
 from autoddl.zoo.layers import add, attention, conv2d, embedding, linear, loss, norm, opaque, position
 
@@ -33,7 +33,7 @@ def work(layer: Layer, *splits: tuple[int, int, int], samples: float = 8, first:
     """The layer's work with ``samples`` samples over the devices that the splits are for."""
     summa = options.pop("summa", False)
     workload = Workload(8, 8, options.pop("precision", "float32"), **options)
-    return layer_work(layer, Strategy(splits, summa), workload, samples, first)
+    return layer_work(layer, Strategy(splits, summa), workload, samples, Place(is_first=first))
 
 
 def compute_s(done: LayerWork, cluster: Cluster) -> tuple[float, float]:
@@ -259,10 +259,11 @@ def test_convolution_is_a_product_of_pixels_and_taps():
     assert compute_s(done, cluster)[0] == pytest.approx(cluster.matmul_time(8 * 64 / 8, 4 * 9, 16, "float32", 4))
 
 
-def test_attention_computes_two_products_per_head():
+def test_dense_attention_computes_two_products_per_head():
     """8 samples of 8 heads over 8 devices: 8 pairs; (16 x 4)(4 x 16) and (16 x 16)(16 x 4)."""
     cluster = cluster_of(8)
-    done = work(attention("t", 16, 8, 4, causal=True), (2, 4, 1))
+    cluster = replace(cluster, device=replace(cluster.device, core_efficiency=None, half_speed={}))
+    done = work(attention("t", 16, 8, 4, causal=True), (2, 4, 1), attention="dense")
     product = cluster.matmul_time(16, 4, 16, "float32", 4, count=8)
     assert compute_s(done, cluster)[0] == pytest.approx(2 * product + cluster.elementwise_time(3 * 8 * 16 * 16 * 4))
 
@@ -312,13 +313,13 @@ def test_activations_kept():
     assert (done.kept_bytes, done.buffer_bytes) == (8192 + 2048, 8192 + 4096)
     assert work(linear("fc", 16, 64, 32), (8, 1, 1)).buffer_bytes == 0
     # Attention: q, k and v, and the probabilities of 8 pairs of sample and head.
-    kept = work(attention("t", 16, 8, 4, causal=True), (2, 4, 1)).kept_bytes
+    kept = work(attention("t", 16, 8, 4, causal=True), (2, 4, 1), attention="dense").kept_bytes
     assert kept == 8 * 3 * 16 * 4 * 4 + 8 * 16 * 16 * 4
 
 
 def test_recomputation_keeps_the_evenly_split_input_and_repeats_the_rest():
     layer = linear("fc", 16, 64, 32, epilogue=("gelu",))
-    plain, again = work(layer, (2, 2, 2)), work(layer, (2, 2, 2), recompute=True)
+    plain, again = work(layer, (2, 2, 2)), work(layer, (2, 2, 2), recompute="layers")
     assert again.kept_bytes == 128 * 64 * 4 / 8
     assert again.buffer_bytes == plain.buffer_bytes + plain.kept_bytes
     assert again.backward == (*plain.forward, *plain.backward)
@@ -326,12 +327,22 @@ def test_recomputation_keeps_the_evenly_split_input_and_repeats_the_rest():
     unchanged = (plain.forward, plain.forward_work, plain.gradient)
     assert (again.forward, again.forward_work, again.gradient) == unchanged
     # No later operation keeps the product: only its input is gathered again.
-    bare = work(linear("fc", 16, 64, 32), (2, 2, 2), recompute=True)
+    bare = work(linear("fc", 16, 64, 32), (2, 2, 2), recompute="layers")
     assert brief(bare.backward)[0] == ("all-gather", 2, 8192)
     assert len(bare.backward) == 3
     # The loss runs its backward pass at once.
-    assert work(loss("l", 16, 64), (2, 4, 1), recompute=True) == work(loss("l", 16, 64), (2, 4, 1))
+    assert not GPT.place("loss").is_recomputed
 
+
+#: Two blocks between embedding and head.
+GPT = gpt(Transformer("gpt", 2, 16, 4, 8, 64))
+#: Inside of a block, as its first layer, and behind the blocks.
+PLACES = {
+    "inner": Place(repetitions=2),
+    "begins": Place(begins_block=True, repetitions=2),
+    "first": Place(is_first=True, begins_block=True, repetitions=2),
+    "end": Place(is_recomputed=False),
+}
 
 LAYERS = [
     linear("fc", 16, 64, 32, epilogue=("gelu",)),
@@ -347,33 +358,50 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("first", [False, True], ids=["inner", "first"])
-def test_everything_is_affine_in_the_samples(layer, recompute, first):
-    """The price book relies on it.  More micro-batches, or recomputation, never make a step cheaper."""
+@pytest.mark.parametrize(
+    ("layer", "attend"),
+    [*((layer, "fused") for layer in LAYERS), *((layer, "dense") for layer in LAYERS if layer.kind == "attention")],
+    ids=lambda value: getattr(value, "name", value),
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_everything_is_affine_in_the_samples(layer, attend, place):
+    """The price book relies on it.  More micro-batches, or more recomputation, never make a step cheaper."""
     cluster = cluster_of(2, 4)
+
+    def figures(done: LayerWork) -> list[float]:
+        steps = [sum(cluster.time(step) for step in part) for part in (done.forward, done.backward, done.gradient)]
+        update_s = cluster.local_time(done.update_work, "float32")
+        nbytes = [done.state_bytes, done.kept_bytes, done.recomputed_bytes, done.buffer_bytes]
+        return [*steps, *compute_s(done, cluster), update_s, *nbytes]
+
     for strategy in enumerate_strategies(layer, (2, 4), summa=True):
-        workload = Workload(64, 64, "float32", "adam", recompute)
-        at = {b: layer_work(layer, strategy, workload, b, first) for b in (0, 8, 64)}
+        before = None
+        for recompute in RECOMPUTATIONS:
+            workload = Workload(64, 64, "float32", recompute=recompute, attention=attend)
+            at = {b: layer_work(layer, strategy, workload, b, PLACES[place]) for b in (0, 8, 64)}
+            zero, few, many = figures(at[0]), figures(at[8]), figures(at[64])
+            assert [z + 8 * (f - z) for z, f in zip(zero, few)] == pytest.approx(many, rel=1e-9)
+            assert all(0 <= z <= f <= m for z, f, m in zip(zero, few, many))
+            assert at[0].kept_bytes == at[0].recomputed_bytes == 0
+            # The coefficients are those of the two figures.
+            fixed, slopes = zip(*map(parts_of, figures(layer_work(layer, strategy, workload, VARIABLE, PLACES[place]))))
+            assert fixed == pytest.approx(zero, rel=1e-12)
+            assert [z + 64 * slope for z, slope in zip(fixed, slopes)] == pytest.approx(many, rel=1e-12)
+            if before is not None:
+                assert all(a <= b for a, b in zip(before[:6], many[:6]))
+            before = many
 
-        def figures(done: LayerWork) -> list[float]:
-            steps = [sum(cluster.time(step) for step in part) for part in (done.forward, done.backward, done.gradient)]
-            return [*steps, *compute_s(done, cluster), done.state_bytes, done.kept_bytes, done.buffer_bytes]
 
-        zero, few, many = figures(at[0]), figures(at[8]), figures(at[64])
-        assert [z + 8 * (f - z) for z, f in zip(zero, few)] == pytest.approx(many, rel=1e-9)
-        assert all(0 <= z <= f <= m for z, f, m in zip(zero, few, many))
-        assert at[0].kept_bytes == 0
-        # The coefficients are those of the two figures.
-        affine = layer_work(layer, strategy, workload, VARIABLE, first)
-        fixed, slopes = zip(*map(parts_of, figures(affine)))
-        assert fixed == pytest.approx(zero, rel=1e-12)
-        assert [z + 64 * slope for z, slope in zip(fixed, slopes)] == pytest.approx(many, rel=1e-12)
-        if recompute:
-            kept = layer_work(layer, strategy, Workload(64, 64), 64, first)
-            assert at[64].kept_bytes <= kept.kept_bytes
-            assert all(a <= b for a, b in zip(figures(kept)[:5], many[:5]))
+@pytest.mark.parametrize("recompute", RECOMPUTATIONS[1:])
+@pytest.mark.parametrize("attend", ["fused", "dense"])
+def test_a_layer_at_the_end_is_not_recomputed(recompute, attend):
+    for layer in LAYERS:
+        for strategy in enumerate_strategies(layer, (2, 4), summa=True):
+            both = (
+                layer_work(layer, strategy, Workload(64, 64, recompute=how, attention=attend), 64, PLACES["end"])
+                for how in ("none", recompute)
+            )
+            assert next(both) == next(both)
 
 
 # ------------------------------------------------------------------------------------------------------------- assessment

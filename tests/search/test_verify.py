@@ -19,7 +19,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
-from autoddl.costmodel.workload import Workload
+from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
 from autoddl.search import METHODS, Status, solve
 from autoddl.search.verify import Claim, VerificationError, verify
 from autoddl.zoo import Transformer, gpt, mlp
@@ -248,7 +248,7 @@ def solutions(graph, cluster, workload, objective, limit, untied=True, summa=Fal
     st.sampled_from(["step", "communication"]),
     st.sampled_from([1, 2, 3]),
     st.sampled_from([None, 0.0, 0.2, 0.6, 1.0]),
-    st.booleans(),
+    st.sampled_from(RECOMPUTATIONS),
 )
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_answer_passes_and_the_exact_ones_are_the_brute_force(graph, objective, passes, tightness, recompute):

@@ -52,7 +52,7 @@ def program(context: LayerContext) -> LayerProgram:
         rest += [*_concatenated(biases, "bias", widths), Call("add", (X, Name("bias")))]
     rest += epilogue(context)
     statements: list[Statement] = [*context.input_data(prod(layer.input_shape[:-1]), is_gathered=not layout.summa)]
-    if layer.kept_elements:
+    if layer.keeps_own:
         # The epilogue keeps its input for the backward: everything is recomputed.
         statements += context.recomputable(("x", *weights, *biases), [*product, *rest])
     elif layout.summa:

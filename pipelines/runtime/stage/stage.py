@@ -119,7 +119,7 @@ class Stage:
         layers = plan.layers(self._model.graph)
         names = {layer.name for layer in layers}
         edges = tuple(edge for edge in self._model.graph.edges if edge[0] in names and edge[1] in names)
-        return dict(zip((layer.name for layer in layers), places_of(layers, edges)))
+        return dict(zip((layer.name for layer in layers), places_of(layers, edges, self._model.graph)))
 
     def _divided(self) -> tuple[_Section, ...]:
         """Divide the layers into sections: each block that is recomputed is one, and so is every other layer.

@@ -21,9 +21,9 @@ one of its times; memory is a sum, which grows with every one of its terms.  So
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 
 import numpy as np
@@ -39,11 +39,14 @@ from .brute_force_stages import (
     FLYING,
     MODES,
     PASSING,
+    REPEATED,
+    RUNNING,
     W_AGAIN,
     W_ALL_REDUCE,
     W_BACKWARD,
     W_FORWARD,
     W_SHARED,
+    W_UPDATE,
     Home,
     Job,
     Layout,
@@ -144,10 +147,14 @@ class FoundStage:
 
 @dataclass(frozen=True)
 class Found:
-    """A configuration with its step and the bytes of its fullest device."""
+    """A configuration with its step, the bytes of its fullest device, and those that have to be free there.
+
+    The search adds up the peaks of the stages of a worker, which may be at different moments: so many bytes have to be free.
+    """
 
     step_s: float
     memory_bytes: float
+    demand_bytes: float
     rectangles: tuple[Rectangle, ...]
     family: Family
     micro_batch: int
@@ -207,19 +214,19 @@ class BruteForce:
         return best
 
     def least_memory(self) -> float:
-        """The bytes of a device that some configuration does with, and none with less."""
+        """The bytes of a device that have to be free for some configuration, and for none less."""
         least = math.inf
         for rectangles, family, size in self.settings():
             if family is None:
                 ways = self.stages.ways(
                     0, self.num_units, Home(rectangles[0].shape, size), self.job.batch // size, True
                 )
-                rows = np.zeros((0, 8)) if ways is None else ways.rows
+                rows = np.zeros((0, 11)) if ways is None else ways.rows
                 least = min(least, rows[:, FIXED:].sum(axis=1).min(initial=math.inf))
                 continue
             program = self.program(rectangles, family, size)
             for batch in self.batches(rectangles, family, program, size, None):
-                least = min(least, self.memory(program, batch).min(initial=math.inf))
+                least = min(least, self.demand(program, batch).min(initial=math.inf))
         return least
 
     def settings(self) -> Iterator[tuple[tuple[Rectangle, ...], Family | None, int]]:
@@ -241,21 +248,22 @@ class BruteForce:
     # ------------------------------------------------------------------------------------------------ without a pipeline
 
     def _alone(self, rectangles: tuple[Rectangle, ...], size: int, limit: float, best: Found | None) -> Found | None:
-        """Nothing overlaps: step = N (forward + backward) + all-reduce."""
+        """Nothing overlaps: step = N (forward + backward) + all-reduce + optimizer step."""
         home, count = Home(rectangles[0].shape, size), self.job.batch // size
         ways = self.stages.ways(0, self.num_units, home, count, limit < math.inf)
         if ways is None:
             return best
         rows = ways.rows
-        steps = count * (rows[:, W_FORWARD] + rows[:, W_BACKWARD]) + rows[:, W_ALL_REDUCE]
-        memory = rows[:, FIXED] + rows[:, FLYING] + rows[:, PASSING]
+        steps = count * (rows[:, W_FORWARD] + rows[:, W_BACKWARD]) + rows[:, W_ALL_REDUCE] + rows[:, W_UPDATE]
+        memory = rows[:, FIXED:].sum(axis=1)
         steps = np.where(memory <= limit, steps, math.inf)
         row = int(steps.argmin())
         if steps[row] >= (math.inf if best is None else best.step_s):
             return best
         strategies = self.stages.strategies(ways, row, 0, self.num_units, home)
         stage = FoundStage(0, self.num_units, MODES[ways.modes[row]], strategies)
-        return Found(float(steps[row]), float(memory[row]), rectangles, Family("1f1b"), size, (stage,))
+        taken_bytes = float(memory[row])
+        return Found(float(steps[row]), taken_bytes, taken_bytes, rectangles, Family("1f1b"), size, (stage,))
 
     # --------------------------------------------------------------------------------------------------------- pipelines
 
@@ -268,7 +276,7 @@ class BruteForce:
             # The busiest worker alone.
             kept = self.busy_s(family, program, batch) < known_s
             if limit < math.inf:
-                kept &= self.memory(program, batch) <= limit
+                kept &= self.demand(program, batch) <= limit
             if not kept.any():
                 continue
             left = batch.only(np.flatnonzero(kept))
@@ -288,17 +296,19 @@ class BruteForce:
             limit: bytes of a device; None: all ways, also those that are of use for nothing but their few bytes.
         """
         placement, num_stages = program.schedule.placement, program.schedule.num_stages
-        homes, most, lone = [], [], []
+        homes, most, running, lone = [], [], [], []
         for stage in range(num_stages):
             workers = [of_pipeline[stage] for of_pipeline in placement]
             level = int(len({rectangles[worker].first_node for worker in workers}) == 1)
             homes.append(Home(rectangles[workers[0]].shape, size, family.halves, len(workers), level))
             most.append(max(program.most_in_flight[worker][p, stage] for p, worker in enumerate(workers)))
+            running.append(
+                max(moment[p, stage][1] for p, worker in enumerate(workers) for moment in program.moments[worker])
+            )
             lone.append(all(len(program.most_in_flight[worker]) == 1 for worker in workers))
         for bounds in cuts_of(self.num_units, num_stages):
             offered = [
-                self._fitting(*ends, home, flying, is_lone, limit)
-                for ends, home, flying, is_lone in zip(bounds, homes, most, lone)
+                self._fitting(*ends, home, *rest, limit) for ends, home, *rest in zip(bounds, homes, most, running, lone)
             ]
             ways = tuple(one for one in offered if one is not None)
             if len(ways) < num_stages:
@@ -308,26 +318,59 @@ class BruteForce:
             yield Batch(bounds, tuple(homes), ways, np.unravel_index(np.arange(math.prod(sizes)), sizes))
 
     def _that_fit(
-        self, first: int, stop: int, home: Home, flying: float, is_lone: bool, limit: float | None
+        self, first: int, stop: int, home: Home, flying: float, running: float, is_lone: bool, limit: float | None
     ) -> Ways | None:
         """Those that fit by themselves: of a stage that has its workers to itself that is all there is to say of memory."""
         ways = self.stages.ways(first, stop, home, 0, limit != math.inf)
         if ways is None or limit is None or limit == math.inf:
             return ways
-        kept = ways.rows[:, FIXED] + flying * ways.rows[:, FLYING] + ways.rows[:, PASSING] <= limit
+        rows = ways.rows
+        own = rows[:, FIXED] + flying * rows[:, FLYING] + running * rows[:, RUNNING] + rows[:, REPEATED:].sum(axis=1)
+        kept = own <= limit
         if not kept.any():
             return None
         return self.stages.best_of(ways.only(np.flatnonzero(kept)), 0, limited=not is_lone)
 
+    def demand(self, program: Program, batch: Batch, counted: Sequence[bool] | None = None) -> np.ndarray:
+        """Bytes that have to be free on a device of the fullest worker (formula: :mod:`autoddl.pipelines.joint.stage_search`).
+
+        Args:
+            counted: which workers count; None: all.
+        """
+        fullest = np.zeros(1)
+        for worker, (held, moments) in enumerate(zip(program.most_in_flight, program.moments)):
+            if counted is not None and not counted[worker]:
+                continue
+            resident, passing = np.zeros(1), np.zeros(1)
+            for key, flying in held.items():
+                column = partial(batch.column, key[1])
+                running = max(moment[key][1] for moment in moments)
+                activations = flying * column(FLYING) + running * column(RUNNING) + column(REPEATED)
+                resident = resident + column(FIXED) + activations
+                passing = np.maximum(passing, column(PASSING))
+            fullest = np.maximum(fullest, resident + passing)
+        return fullest
+
     def memory(self, program: Program, batch: Batch) -> np.ndarray:
         """Bytes of a device of the fullest worker (formula: :mod:`autoddl.pipelines.joint.evaluation`)."""
         fullest = np.zeros(1)
-        for held in program.most_in_flight:
-            resident, passing = np.zeros(1), np.zeros(1)
-            for (_, stage), flying in held.items():
-                resident = resident + batch.column(stage, FIXED) + flying * batch.column(stage, FLYING)
-                passing = np.maximum(passing, batch.column(stage, PASSING))
-            fullest = np.maximum(fullest, resident + passing)
+        alone = [len(held) == 1 for held in program.most_in_flight]
+        if any(alone):
+            fullest = self.demand(program, batch, alone)
+        for held, moments in zip(program.most_in_flight, program.moments):
+            if len(held) == 1:
+                continue
+            columns = {key: partial(batch.column, key[1]) for key in held}
+            activations = np.zeros(1)
+            for moment in moments:
+                alive = sum(
+                    flying * columns[key](FLYING) + running * columns[key](RUNNING)
+                    for key, (flying, running) in moment.items()
+                )
+                activations = np.maximum(activations, alive)
+            for column in (REPEATED, PASSING):
+                activations = activations + np.max([columns[key](column) for key in held], axis=0)
+            fullest = np.maximum(fullest, activations + sum(columns[key](FIXED) for key in held))
         return fullest
 
     def busy_s(self, family: Family, program: Program, batch: Batch) -> np.ndarray:
@@ -361,6 +404,7 @@ class BruteForce:
                 batch.column(stage, W_ALL_REDUCE) + self._shared_s(rectangles, program, batch, stage)
                 for stage in stages
             ],
+            update=[batch.column(stage, W_UPDATE) for stage in stages],
             there=[there for there, _ in crossings],
             back=[back for _, back in crossings],
         )
@@ -441,9 +485,11 @@ class BruteForce:
         step_s: float,
     ) -> Found:
         """One of the configurations with its strategies."""
-        memory = np.broadcast_to(self.memory(program, batch), batch.taken[0].shape)
+        memory, demand = (
+            np.broadcast_to(count(program, batch), batch.taken[0].shape) for count in (self.memory, self.demand)
+        )
         stages = []
         for (first, stop), home, ways, taken in zip(batch.bounds, batch.homes, batch.ways, batch.taken):
             strategies = self.stages.strategies(ways, taken[row], first, stop, home)
             stages.append(FoundStage(first, stop, MODES[ways.modes[taken[row]]], strategies))
-        return Found(step_s, float(memory[row]), rectangles, family, size, tuple(stages))
+        return Found(step_s, float(memory[row]), float(demand[row]), rectangles, family, size, tuple(stages))

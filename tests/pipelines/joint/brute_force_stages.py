@@ -1,7 +1,7 @@
 """All ways to run a stage of a pipeline, for the brute force of :mod:`.brute_force`: every strategy of every layer.
 
 Prices of one layer and of one redistribution come from :mod:`autoddl.costmodel`; their sums, the layers that share a choice, the
-all-reduces over replicas and the memory are written down anew.
+layers that are recomputed, recomputation of blocks, the all-reduces over replicas and the memory are written down anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import Layer, LayerGraph, Place
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
@@ -35,12 +35,13 @@ ROUNDING = 1e-12
 #: More choices than this are filtered before others are combined with them.
 MANY = 60
 #: Columns of what layers cost: seconds per micro-batch and per step, then bytes; all add up but for the last one, a maximum.
-#: ``SHARED`` are gradients that a layer of another stage has, too.
-FORWARD, BACKWARD, ALL_REDUCE, SHARED, STATE, KEPT, BUFFER = range(7)
-#: Columns of a way to run a stage: ``W_AGAIN`` are seconds of the forward pass that is run again; ``FIXED``, ``FLYING`` and
-#: ``PASSING`` are bytes in any case, for every micro-batch in flight, and while a layer runs.
-W_FORWARD, W_BACKWARD, W_AGAIN, W_ALL_REDUCE, W_SHARED, FIXED, FLYING, PASSING = range(8)
-MODES = ("none", "layers", "stage")
+#: ``SHARED`` are gradients that a layer of another stage has, too; ``BLOCK`` are the activations of the first block.
+FORWARD, BACKWARD, ALL_REDUCE, UPDATE, SHARED, STATE, KEPT, BLOCK, BUFFER = range(9)
+#: Columns of a way to run a stage: ``W_AGAIN`` are seconds of the forward pass that is run again; ``FIXED``, ``FLYING``,
+#: ``RUNNING``, ``REPEATED`` and ``PASSING`` are bytes in any case, for every micro-batch in flight, for every micro-batch of which
+#: the whole stage is run again, while a block is run again, and while a layer runs.
+W_FORWARD, W_BACKWARD, W_AGAIN, W_ALL_REDUCE, W_UPDATE, W_SHARED, FIXED, FLYING, RUNNING, REPEATED, PASSING = range(11)
+MODES = ("none", "selective", "layers", "blocks", "stage")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Job:
     untied: bool = False
     summa: bool = False
     precision: str = "mixed"
+    attention: str = "fused"
 
     @property
     def micro_batches(self) -> list[int]:
@@ -64,8 +66,27 @@ class Job:
 
     @property
     def recomputations(self) -> tuple[str, ...]:
-        every = ("none", "layers", "stage")
-        return every if self.recompute is None else every[1:] if self.recompute else every[:1]
+        if self.recompute is False:
+            return ("none",)
+        found = [] if self.recompute else ["none"]
+        if self.attention == "dense" and any(layer.kind == "attention" for layer in self.graph.layers):
+            found.append("selective")
+        found.append("layers")
+        if self.has_blocks and not self.untied:
+            found.append("blocks")
+        return (*found, "stage")
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(layer.block for layer in self.graph.layers)
+
+    def is_run_again(self, layer: Layer) -> bool:
+        """Whether a layer is recomputed: inside of blocks, or without blocks before the end of the model."""
+        if self.has_blocks:
+            return layer.block != ""
+        readers = [self.graph[target] for source, target in self.graph.edges if source == layer.name]
+        ends = [layer.kind == "loss", "mse_loss" in layer.epilogue, *(reader.kind == "loss" for reader in readers)]
+        return not any(ends)
 
 
 def unit_starts(graph: LayerGraph) -> tuple[int, ...]:
@@ -84,6 +105,10 @@ def unit_starts(graph: LayerGraph) -> tuple[int, ...]:
         if len(crossing_ones) == 1 and (begins or not repeats):
             starts.append(place)
     return (*starts, len(layers))
+
+
+def _repetition(layer: Layer) -> tuple[str, int]:
+    return layer.block, layer.block_index
 
 
 def undominated(rows: np.ndarray) -> np.ndarray:
@@ -188,19 +213,21 @@ class Stages:
     def _devices(self, shape: tuple[int, int]) -> Cluster:
         return replace(self.job.cluster, num_nodes=shape[0], devices_per_node=shape[1])
 
-    def workload(self, micro_batch: int, by_layers: bool = False) -> Workload:
-        return Workload(self.job.batch, micro_batch, self.job.precision, "adam", by_layers)
+    def workload(self, micro_batch: int, mode: str = "none") -> Workload:
+        again = mode if mode in ("selective", "layers") else "none"
+        return Workload(self.job.batch, micro_batch, self.job.precision, recompute=again, attention=self.job.attention)
 
     def number(self, layout: Layout) -> int:
         return self.layouts.setdefault(layout, len(self.layouts))
 
     # ------------------------------------------------------------------------------------------------- layers and edges
 
-    def _work_of(self, name: str, is_copy: bool, strategy: Strategy, home: Home, by_layers: bool) -> np.ndarray:
+    def _work_of(self, name: str, is_copy: bool, strategy: Strategy, home: Home, mode: str) -> np.ndarray:
         """The costs of one layer, all-reduces over replicas included (formula: :mod:`autoddl.pipelines.joint.boundary`)."""
         layer, devices = self.layer(name, is_copy), self.devices(home.shape)
-        workload = self.workload(home.micro_batch, by_layers)
-        work = layer_work(layer, strategy, workload, home.micro_batch, name not in self.fed)
+        workload, is_again = self.workload(home.micro_batch, mode), self.job.is_run_again(self.job.graph[name])
+        place = Place(is_first=name not in self.fed, is_recomputed=is_again)
+        work = layer_work(layer, strategy, workload, home.micro_batch, place)
         gradients = work.state_bytes * workload.itemsize / workload.bytes_per_parameter
         if home.replicas == 1 or not gradients:
             all_reduce = sum(map(devices.time, work.gradient))
@@ -215,10 +242,28 @@ class Stages:
             all_reduce += link.time(Step(Collective.ALL_REDUCE, Axis(home.replicas, 1), part))
         forward = devices.local_time(work.forward_work, workload.precision) + sum(map(devices.time, work.forward))
         backward = devices.local_time(work.backward_work, workload.precision) + sum(map(devices.time, work.backward))
+        # Adam in mixed precision reads a gradient, reads and writes master and two states, writes the parameter.
+        update = 0.0
+        if gradients:
+            parameters = gradients / workload.itemsize
+            nbytes = parameters * ((2 + 3 * 2 * 4 + 2) if workload.precision == "mixed" else (4 + 3 * 2 * 4))
+            update = devices.device.launch_s + nbytes / devices.device.memory_bandwidth
+        kept, block = work.kept_bytes, 0.0
+        if mode == "blocks" and is_again:
+            backward += forward
+            block, kept = kept, 0.0
+            if self.begins_block(name):
+                parts = home.shape[0] * home.shape[1]
+                kept = home.micro_batch * layer.input_elements * workload.itemsize / parts
         shared = gradients if name in self.tie else 0.0
         return np.array(
-            [forward, backward, all_reduce, shared, work.state_bytes, work.kept_bytes, work.buffer_bytes], dtype=float
+            [forward, backward, all_reduce, update, shared, work.state_bytes, kept, block, work.buffer_bytes], dtype=float
         )
+
+    def begins_block(self, name: str) -> bool:
+        """Whether a layer is the first one of a repetition of a block."""
+        layer = self.job.graph[name]
+        return next(one for one in self.job.graph.layers if _repetition(one) == _repetition(layer)) is layer
 
     def layer(self, name: str, is_copy: bool) -> Layer:
         """A layer of the model, or one with its own copy of a shared weight."""
@@ -254,7 +299,7 @@ class Stages:
         (name,) = {source for source, target in self.job.graph.edges if place[source] < start <= place[target]}
         return self.job.graph[name]
 
-    def _variables(self, first: int, stop: int, home: Home, by_layers: bool) -> tuple[Variable, ...]:
+    def _variables(self, first: int, stop: int, home: Home, mode: str) -> tuple[Variable, ...]:
         """What is chosen in a stage, the entry first."""
         names = {layer.name for layer in self.members(first, stop)}
         groups: dict[object, list[Layer]] = {}
@@ -269,11 +314,12 @@ class Stages:
                 key = (layer.block, layer.role, layer.signature())
             owner[layer.name] = key
             groups.setdefault(key, []).append(layer)
-        found = [self._variable(layers, home, by_layers) for layers in groups.values()]
+        first_block = min((layer.block_index for layer in self.members(first, stop) if layer.block), default=0)
+        found = [self._variable(layers, home, mode, first_block) for layers in groups.values()]
         if first:
             made = self.entering(first).output_shape
             offered = self._offered(Layer(ENTRY, "add", input_shape=made, output_shape=made), home)
-            found.insert(0, Variable.of([{ENTRY: one} for one in offered], np.zeros((len(offered), 7))))
+            found.insert(0, Variable.of([{ENTRY: one} for one in offered], np.zeros((len(offered), 9))))
         return tuple(found)
 
     def _offered(self, layer: Layer, home: Home) -> list[Strategy]:
@@ -282,7 +328,7 @@ class Stages:
         every = enumerate_strategies(layer, self.devices(home.shape).level_sizes, self.job.summa)
         return [] if odd else [strategy for strategy in every if samples % strategy.p0 == 0]
 
-    def _variable(self, layers: Sequence[Layer], home: Home, by_layers: bool) -> Variable:
+    def _variable(self, layers: Sequence[Layer], home: Home, mode: str, first_block: int) -> Variable:
         turned = [(layer.kind == "embedding") != (layers[0].kind == "embedding") for layer in layers]
         offered = [set(self._offered(layer, home)) for layer in layers]
         options = []
@@ -290,11 +336,13 @@ class Stages:
             own = [transposed(strategy) if turn else strategy for turn in turned]
             if all(one in every for one, every in zip(own, offered)):
                 options.append(dict(zip((layer.name for layer in layers), own)))
-        costs = np.zeros((len(options), 7))
+        costs = np.zeros((len(options), 9))
         for row, option in zip(costs, options):
             for layer, strategy in zip(layers, option.values()):
                 is_copy = layer.parameters != self.job.graph[layer.name].parameters
-                work = self._work(layer.name, is_copy, strategy, home, by_layers)
+                work = self._work(layer.name, is_copy, strategy, home, mode)
+                if layer.block_index != first_block:  # blocks are alike, and run again one by one
+                    work = np.where(np.arange(9) == BLOCK, 0.0, work)
                 row[:] = (*(row + work)[:BUFFER], max(row[BUFFER], work[BUFFER]))
         return Variable.of(options, costs)
 
@@ -307,27 +355,30 @@ class Stages:
             alone: the number of micro-batches where it is the whole model: one column of seconds is enough then.
             limited: whether bytes count.
         """
-        modes = [mode for mode in self.job.recomputations if not (alone and mode == "stage")]
-        known: dict[bool, Ways | None] = {}
+        ends = stop == len(self.starts) - 1
+        modes = [mode for mode in self.job.recomputations if not (ends and mode == "stage")]
+        known: dict[str, Ways | None] = {}
         for mode in modes:
-            by_layers = mode == "layers"
-            if by_layers not in known:
-                known[by_layers] = self._combined(first, stop, home, by_layers, alone, limited)
+            inside = "none" if mode == "stage" else mode
+            if inside not in known:
+                known[inside] = self._combined(first, stop, home, inside, alone, limited)
         found = [
-            self._in_mode(mode, ways, first, home) for mode in modes if (ways := known[mode == "layers"]) is not None
+            self._in_mode(mode, ways, first, home)
+            for mode in modes
+            if (ways := known["none" if mode == "stage" else mode]) is not None
         ]
         return self.best_of(Ways.together(found), alone, limited) if found else None
 
     def _in_mode(self, mode: str, ways: Ways, first: int, home: Home) -> Ways:
         """Ways in a mode of recomputation; ``rows`` were those of the layers."""
-        costs, rows = ways.rows, np.zeros((len(ways.rows), 8))
-        same = [W_FORWARD, W_BACKWARD, W_ALL_REDUCE, W_SHARED, FIXED, FLYING, PASSING]
-        rows[:, same] = costs[:, [FORWARD, BACKWARD, ALL_REDUCE, SHARED, STATE, KEPT, BUFFER]]
+        costs, rows = ways.rows, np.zeros((len(ways.rows), 11))
+        same = [W_FORWARD, W_BACKWARD, W_ALL_REDUCE, W_UPDATE, W_SHARED, FIXED, FLYING, REPEATED, PASSING]
+        rows[:, same] = costs[:, [FORWARD, BACKWARD, ALL_REDUCE, UPDATE, SHARED, STATE, KEPT, BLOCK, BUFFER]]
         if mode == "stage":
             entering = self.entering(first).output_elements if first else 0
             itemsize, num_devices = self.workload(home.micro_batch).itemsize, home.shape[0] * home.shape[1]
             rows[:, W_AGAIN] = costs[:, FORWARD]
-            rows[:, FIXED] += costs[:, KEPT]
+            rows[:, RUNNING] = costs[:, KEPT]
             rows[:, FLYING] = home.micro_batch * entering * itemsize / num_devices
         return replace(ways, rows=rows, modes=np.full(len(rows), MODES.index(mode)))
 
@@ -335,7 +386,7 @@ class Stages:
         """Those that are not dominated by one with the same layouts at both ends."""
         rows = ways.rows
         if alone:
-            seconds = alone * (rows[:, W_FORWARD] + rows[:, W_BACKWARD]) + rows[:, W_ALL_REDUCE]
+            seconds = alone * (rows[:, W_FORWARD] + rows[:, W_BACKWARD]) + rows[:, W_ALL_REDUCE] + rows[:, W_UPDATE]
             columns = np.column_stack([seconds, rows[:, FIXED:]] if limited else [seconds])
             return ways.only(self._enough(columns, []))
         return ways.only(self._enough(rows if limited else rows[:, :FIXED], [ways.entries, ways.exits]))
@@ -350,12 +401,12 @@ class Stages:
         groups = [np.flatnonzero(number == one) for one in set(number.tolist())]
         return np.concatenate([rows[undominated(columns[rows])] for rows in groups])
 
-    def _combined(self, first: int, stop: int, home: Home, by_layers: bool, alone: int, limited: bool) -> Ways | None:
+    def _combined(self, first: int, stop: int, home: Home, mode: str, alone: int, limited: bool) -> Ways | None:
         """All strategies of a stage, with what the layers cost; None where a layer has none.
 
         Variables are added one by one.  Layouts of those before count where a variable that is still to come looks at them.
         """
-        variables = self.variables(first, stop, home, by_layers)
+        variables = self.variables(first, stop, home, mode)
         if not all(one.options for one in variables):
             return None
         of_layer = {name: v for v, one in enumerate(variables) for name in one.options[0]}
@@ -367,7 +418,7 @@ class Stages:
         for end in (0, exit_) if first else (exit_,):
             last_use[end] = len(variables)
 
-        costs, choices = np.zeros((1, 7)), np.zeros((1, 0), dtype=np.int64)
+        costs, choices = np.zeros((1, 9)), np.zeros((1, 0), dtype=np.int64)
         for v, variable in enumerate(variables):
             before = np.repeat(np.arange(len(costs)), len(variable.options))
             options = np.tile(np.arange(len(variable.options)), len(costs))
@@ -378,9 +429,11 @@ class Stages:
                 if max(source, target) == v:
                     ends = variables[source], variables[target]
                     rows, columns = (end.layout[choices[:, u]] for end, u in zip(ends, (source, target)))
-                    for producer in producers:
+                    for producer, is_in_block in producers:
                         moves = self._moves(producer, ends[0].layouts, ends[1].layouts, home.shape, home.micro_batch)
                         costs[:, [FORWARD, BACKWARD]] += moves[rows, columns]
+                        if mode == "blocks" and is_in_block:
+                            costs[:, BACKWARD] += moves[rows, columns, 0]
             kept = np.flatnonzero(~np.isnan(costs[:, FORWARD]))
             if len(costs) > MANY:
                 open_ones = [variables[u].layout[choices[kept, u]] for u in range(v + 1) if last_use[u] > v]
@@ -395,25 +448,26 @@ class Stages:
         """The columns in which one choice has to be as good as another one to make it needless."""
         if not alone:
             return costs if limited else costs[:, :STATE]
-        seconds = alone * (costs[:, FORWARD] + costs[:, BACKWARD]) + costs[:, ALL_REDUCE]
-        bytes_ = [costs[:, STATE] + costs[:, KEPT], costs[:, BUFFER]]
+        seconds = alone * (costs[:, FORWARD] + costs[:, BACKWARD]) + costs[:, ALL_REDUCE] + costs[:, UPDATE]
+        bytes_ = [costs[:, STATE] + costs[:, KEPT] + costs[:, BLOCK], costs[:, BUFFER]]
         return np.column_stack([seconds, *bytes_] if limited else [seconds])
 
-    def _edges(self, first: int, stop: int, of_layer: dict[str, int]) -> dict[tuple[int, int], list[str]]:
-        """Per pair of variables, producer's and consumer's, the layers whose outputs go from one to the other."""
+    def _edges(self, first: int, stop: int, of_layer: dict[str, int]) -> dict[tuple[int, int], list[tuple[str, bool]]]:
+        """Per pair of variables the layers whose outputs go from one to the other, and whether the reader is in a block."""
         names = {layer.name for layer in self.members(first, stop)}
-        found: dict[tuple[int, int], list[str]] = {}
+        found: dict[tuple[int, int], list[tuple[str, bool]]] = {}
         for source, target in self.job.graph.edges:
             if target in names:
                 pair = of_layer.get(source, 0), of_layer[target]
                 if pair[0] != pair[1]:
-                    found.setdefault(pair, []).append(source)
+                    found.setdefault(pair, []).append((source, self.job.graph[target].block != ""))
         return found
 
     def strategies(self, ways: Ways, row: int, first: int, stop: int, home: Home) -> dict[str, Strategy]:
         """Of the layers by name, with the entry's."""
         found: dict[str, Strategy] = {}
-        variables = self.variables(first, stop, home, MODES[ways.modes[row]] == "layers")
+        mode = MODES[ways.modes[row]]
+        variables = self.variables(first, stop, home, "none" if mode == "stage" else mode)
         for variable, option in zip(variables, ways.choices[row].tolist()):
             found.update(variable.options[option])
         names = [ENTRY] * bool(first) + [layer.name for layer in self.members(first, stop)]

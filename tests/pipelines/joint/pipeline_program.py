@@ -68,6 +68,7 @@ class TaskTimes:
     backward_input: Sequence[Seconds]
     again: Sequence[Seconds]
     all_reduce: Sequence[Seconds]
+    update: Sequence[Seconds]
     there: Sequence[Seconds]
     back: Sequence[Seconds]
 
@@ -129,6 +130,31 @@ class Program:
         return tuple(found)
 
     @cached_property
+    def moments(self) -> tuple[list[dict[tuple[int, int], tuple[float, float]]], ...]:
+        """Per worker the different moments: of each (pipeline, stage) on it the micro-batches in flight, and those that run.
+
+        Those run, if the whole stage is run again, that are in their forward pass or between their second one and the end of
+        their backward pass.
+        """
+        found = []
+        for worker, tasks in enumerate(self.schedule.workers):
+            alive = dict.fromkeys(self.schedule.stages_on(worker), (0.0, 0.0))
+            moments = []
+            for task in tasks:
+                key, size = (task.pipeline, task.stage), task.part.size
+                flying, running = alive.get(key, (0.0, 0.0))
+                if task.kind is Kind.FORWARD:
+                    moments.append({**alive, key: (flying + size, running + size)})
+                    alive[key] = (flying + size, running)
+                elif task.kind is Kind.RECOMPUTE:
+                    alive[key] = (flying, running + size)
+                    moments.append(dict(alive))
+                elif task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    alive[key] = (flying - size, running - size)
+            found.append([dict(one) for one in {tuple(moment.items()): moment for moment in moments}.values()])
+        return tuple(found)
+
+    @cached_property
     def _producers(self) -> dict[Task, tuple[Task, ...]]:
         """The tasks of neighbouring stages whose outputs a task takes."""
         makers: dict[object, Task] = {}
@@ -153,19 +179,23 @@ class Program:
         link_free: dict[tuple[int, int], Seconds] = defaultdict(float)
         arrivals: dict[Task, Seconds] = {}
         launched: dict[int, list[tuple[int, Seconds]]] = defaultdict(list)
-        reduced: dict[int, Seconds] = defaultdict(float)
+        reduced: dict[int, Seconds] = {}
         for worker, task in self.order:
             if worker is None:
                 members = launched[task.stage]
                 end = _latest(*(at for _, at in members), *(stream_free[member] for member, _ in members))
-                end = end + times.all_reduce[task.stage]
+                # The optimizer step of a stage follows its all-reduce, whatever the worker does for other stages.
+                end = end + times.all_reduce[task.stage] + times.update[task.stage]
                 reduced[task.stage] = end
                 for member, _ in members:
                     stream_free[member] = end
             elif task.kind is Kind.ALL_REDUCE:
                 launched[task.stage].append((worker, free[worker]))
             elif task.kind is Kind.UPDATE:
-                free[worker] = _latest(free[worker], reduced[task.stage])
+                if task.stage in reduced:
+                    free[worker] = _latest(free[worker], reduced[task.stage])
+                else:
+                    free[worker] = free[worker] + times.update[task.stage]
             else:
                 start = _latest(free[worker], *(arrivals[maker] for maker in producers.get(task, ())))
                 end = free[worker] = start + times.of(task)

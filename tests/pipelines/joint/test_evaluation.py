@@ -119,9 +119,8 @@ def test_divisions_of_large_clusters_have_equal_inner_workers():
 
 def test_one_stage_is_the_plan_without_a_pipeline():
     planned = make_plan(GPT, MACHINE, Options(batch=8, precision="mixed"))
-    recompute = "layers" if planned.workload.recompute else "none"
     spec = PipelineSchedule("1f1b", 1, planned.workload.num_micro_batches)
-    stage = StageChoice(4, recompute, planned.strategies)
+    stage = StageChoice(4, planned.workload.recompute, planned.strategies)
     found = evaluate(chain_of(GPT), MACHINE, Configuration(StageMesh(1, 4), spec, planned.workload, (stage,)))
     assert found.step_s == pytest.approx(planned.assessment.step_s, rel=1e-12)
     assert found.memory_bytes == planned.assessment.memory_bytes
@@ -139,7 +138,14 @@ def test_a_pipeline_of_single_devices_by_hand():
     assert [(b.forward_s, b.nbytes) for b in found.boundaries] == [(pytest.approx(transfer), 1024)]
     first, last = found.stages
     assert last.busy_s > first.busy_s + 2 * transfer
-    assert found.step_s == pytest.approx(first.forward_s + transfer + 4 * last.busy_s + transfer + first.backward_s)
+    # Optimizer steps come last, since a device alone has nothing to reduce. Adam reads and writes 28 bytes of each parameter.
+    for stage in found.stages:
+        trained = [layer.num_parameters for layer in stage.graph.layers if layer.num_parameters]
+        device = machine.device
+        seconds = len(trained) * device.launch_s + 28 * sum(trained) / device.memory_bandwidth
+        assert stage.update_s == pytest.approx(seconds) and stage.update_s > 0
+    ends = transfer + first.backward_s + first.update_s, last.update_s
+    assert found.step_s == pytest.approx(first.forward_s + transfer + 4 * last.busy_s + max(ends))
     # Stage 0 has two micro-batches in flight, stage 1 one.
     assert found.in_flight == ((2.0,), (1.0,))
     for stage, count, memory in ((first, 2, found.worker_memory_bytes[0]), (last, 1, found.worker_memory_bytes[1])):
@@ -269,7 +275,7 @@ def test_a_split_backward_pass_is_priced_as_ranks_send_it():
         plans = []
         for choice in configuration.stages:
             chosen = {layer: one for layer, one in choice.strategies.items() if layer != ENTRY}
-            plans.append(StagePlan(chosen, False, choice.strategies.get(ENTRY)))
+            plans.append(StagePlan(chosen, "none", choice.strategies.get(ENTRY)))
         traffic = stage_traffic(found.schedule, UNTIED, plans, 2)
         for number, (stage, sent) in enumerate(zip(found.stages, traffic.inside)):
             layers, passes = stage.assessment.layers, 2 if name == "zero-bubble" and number else 1
@@ -297,13 +303,17 @@ def _sent_by_device(found, traffic):
 EVERYTHING = (RowFilter((0.0,) * 5, 0.0),)
 
 
-@pytest.mark.parametrize(("way", "size"), [("none", 4), ("layers", 2), ("stage", 2)])
+@pytest.mark.parametrize(
+    ("way", "size", "attention"),
+    [("none", 4, "fused"), ("selective", 2, "dense"), ("layers", 2, "fused"), ("blocks", 2, "dense"), ("stage", 2, "fused")],
+)
 @pytest.mark.parametrize(
     ("first", "stop", "need"), [(0, 2, StageDemand(2.0, 1)), (1, 3, StageDemand(3.0, 2)), (2, 4, StageDemand(1.0, 1))]
 )
-def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, need):
+def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, attention, first, stop, need):
     """Times, bytes and layouts of every way on offer, against the assessment of its strategies."""
-    workload, mesh = Workload(8, size, "mixed", "adam", way == "layers"), StageMesh(1, 2)
+    inside = "none" if way == "stage" else way
+    workload, mesh = Workload(8, size, "mixed", recompute=inside, attention=attention), StageMesh(1, 2)
     chain, devices = chain_of(UNTIED), mesh.devices(MACHINE)
     stages = StageSearch(chain, mesh, MACHINE, workload, Pricing())
     rows = stages.rows(first, stop, way, Passes(size, size, Replicas()), need, EVERYTHING, 1e9)
@@ -317,14 +327,16 @@ def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, ne
         layers = assess(stage.graph, devices, workload, strategies).layers[int(stage.has_entry) :]
         forward = sum(one.forward_compute_s + one.forward_communication_s for one in layers)
         backward = sum(one.backward_compute_s + one.backward_communication_s for one in layers)
-        gradient = sum(one.gradient_communication_s for one in layers)
+        gradient = sum(one.gradient_communication_s + one.update_s for one in layers)
         again = forward if way == "stage" else 0.0
         assert said == way and rows.times[row] == pytest.approx([forward, backward, again, gradient])
-        state, kept = (sum(getattr(one.work, name) for one in layers) for name in ("state_bytes", "kept_bytes"))
+        names = ("state_bytes", "kept_bytes", "recomputed_bytes")
+        state, kept, recomputed = (sum(getattr(one.work, name) for one in layers) for name in names)
+        assert (recomputed > 0) == (way == "blocks")
         # Weights are 2 of the 16 bytes of a parameter's state.
         state *= 1 + (need.versions - 1) * 2 / 16
         alive = need.in_flight * received + kept if way == "stage" else need.in_flight * kept
-        assert rows.memory[row] == pytest.approx(state + alive)
+        assert rows.memory[row] == pytest.approx(state + alive + recomputed)
         assert rows.buffer[row] == max(one.work.buffer_bytes for one in layers)
 
 

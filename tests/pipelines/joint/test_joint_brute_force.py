@@ -112,6 +112,7 @@ class Instance:
     untied: bool = False
     summa: bool = False
     limit: float | None = None
+    attention: str = "fused"
 
     @property
     def graph(self) -> LayerGraph:
@@ -124,7 +125,14 @@ class Instance:
     @property
     def job(self) -> Job:
         return Job(
-            self.graph, self.machine.cluster, self.batch, self.micro_batch, self.recompute, self.untied, self.summa
+            self.graph,
+            self.machine.cluster,
+            self.batch,
+            self.micro_batch,
+            self.recompute,
+            self.untied,
+            self.summa,
+            attention=self.attention,
         )
 
     def options(self, limit: float) -> JointOptions:
@@ -137,6 +145,7 @@ class Instance:
                 recompute=self.recompute,
                 untied=self.untied,
                 summa=self.summa,
+                attention=self.attention,
                 time_limit_s=100.0,
             )
         )
@@ -208,6 +217,7 @@ def random_instance(dice: random.Random, kind: str) -> Instance:
         untied=kind == "untied and summa" and dice.random() < 0.5,
         summa=kind == "untied and summa",
         limit=dice.choice(LIMITS) if is_limited else None,
+        attention=dice.choice(("fused", "dense")) if isinstance(model, Gpt) else "fused",
     )
 
 
@@ -222,8 +232,9 @@ def configured(job: Job, found: Found) -> Configuration:
         family.name, len(shapes), count, family.options, family.groups, num_pipelines=family.num_pipelines
     )
     stages = tuple(StageChoice(one.stop - one.first, one.recompute, one.strategies) for one in found.stages)
+    workload = Workload(job.batch, found.micro_batch, job.precision, attention=job.attention)
     mesh = shapes[0] if len(set(shapes)) == 1 else Division(shapes)
-    return Configuration(mesh, spec, Workload(job.batch, found.micro_batch, job.precision, "adam"), stages)
+    return Configuration(mesh, spec, workload, stages)
 
 
 def evaluated(job: Job, found: Found) -> Evaluation:
@@ -253,7 +264,7 @@ def solved(dice: random.Random, kind: str) -> Solved:
     if instance.limit is not None and free is not None:
         least = brute.least_memory()
         # Between what sums of whole bytes can be.
-        limit = math.floor(least + instance.limit * max(100.0, free.memory_bytes - least)) + 0.3
+        limit = math.floor(least + instance.limit * max(100.0, free.demand_bytes - least)) + 0.3
         best = brute.best(limit)
     return Solved(instance, limit, free, best)
 
@@ -292,13 +303,13 @@ def test_joint_plan_lets_a_gradient_be_reduced_behind_the_backward_pass() -> Non
 
 #: Instances of each kind.
 EXAMPLES = {
-    "without limits": 25,
-    "limited": 25,
-    "unequal workers": 25,
-    "two levels": 25,
+    "without limits": 20,
+    "limited": 22,
+    "unequal workers": 22,
+    "two levels": 20,
     "transformers": 8,
     "deep": 8,
-    "untied and summa": 12,
+    "untied and summa": 10,
 }
 
 
@@ -309,7 +320,7 @@ def test_stages_of_a_worker_share_a_buffer() -> None:
     instance = Instance((64, 32, 64, 8, 64), machine, 1, recompute=True)
     least = BruteForce(instance.job).least_memory()
     planned = plan_jointly(instance.graph, machine.cluster, instance.options(least + 0.3))
-    assert planned.evaluation.memory_bytes == least and planned.evaluation.configuration.schedule.groups == 2
+    assert planned.evaluation.memory_bytes <= least and planned.evaluation.configuration.schedule.groups == 2
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -328,8 +339,9 @@ def test_joint_plan_is_the_best_of_all_configurations(kind: str) -> None:
 
 #: Two nodes of two P100, every message of which takes 100 us.
 HIDDEN = mlp((256, 64, 256, 64)), load_cluster("piz-daint").resized(2, 2).with_links(100e-6, 10e9)
-#: 4 messages and 14 kernels one after the other; the bytes of products and of element-wise operations, FLOPs, bytes sent.
-HIDDEN_S = 4 * 100e-6 + 14 * 5e-6 + (373504 + 7680) / 732e9 + 262144 / (0.8 * 9.3e12) + (512 + 2 * 512) / 10e9
+#: 4 messages and 16 kernels one after the other; the bytes of products, of element-wise operations and of the optimizer step, FLOPs,
+#: bytes sent.
+HIDDEN_S = 4 * 100e-6 + 16 * 5e-6 + (373504 + 7680 + 458752) / 732e9 + 262144 / (0.8 * 9.3e12) + (512 + 2 * 512) / 10e9
 
 
 def test_hidden_all_reduce_by_hand() -> None:
@@ -349,13 +361,15 @@ def test_hidden_all_reduce_by_hand() -> None:
     sum              4         14       373504                7680                      512 + 2 x 512
     ===============  ========  =======  ====================  ========================  ================
 
-    Each of the 8 products has 32768 FLOPs.  In all 470.7 us: fc3's all-reduce, 2 x 100 us and 65536 bytes, 206.6 us, is over before
-    the 225 us that crossing and stage 0 take after its backward pass.
+    Each of the 8 products has 32768 FLOPs.  Then Adam reads and writes 28 bytes (4 of the gradient, 2 x 12 of parameter and states)
+    of the 8192 parameters of a device, for fc1 and for fc2: 2 kernels and 458752 bytes.  In all 481.3 us: fc3's all-reduce, 2 x 100
+    us and 65536 bytes, 206.6 us, and its optimizer step, 5.6 us, are over before the 225 us that crossing and stage 0 take after its
+    backward pass.
     """
     graph, cluster = HIDDEN
     found = BruteForce(Job(graph, cluster, 2, recompute=False, precision="float32")).best()
     assert found is not None
-    assert found.step_s == pytest.approx(HIDDEN_S, rel=1e-9) and round(HIDDEN_S * 1e6) == 471
+    assert found.step_s == pytest.approx(HIDDEN_S, rel=1e-9) and round(HIDDEN_S * 1e6) == 481
     assert [one.shape for one in found.rectangles] == [(2, 1), (2, 1)]
     assert [one.stop - one.first for one in found.stages] == [2, 1]
 
@@ -369,17 +383,21 @@ def test_programs_take_as_long_as_simulated(dice: random.Random) -> None:
     again = [dice.random() < 0.5 for _ in stages]
     draw = np.random.default_rng(dice.getrandbits(32)).exponential
     seconds = draw(dice.choice((0.1, 1, 10)), (7, len(stages), num))
-    forward, whole, part, _, all_reduce, there, back = seconds
+    forward, whole, part, update, all_reduce, there, back = seconds
     part = np.minimum(whole, part)
     recompute = forward * np.array(again)[:, None]
     steps = program_of(family, depth, count, replicated).makespans(
-        TaskTimes(forward, whole, part, recompute, all_reduce, there, back)
+        TaskTimes(forward, whole, part, recompute, all_reduce, update, there, back)
     )
     schedule = family.schedule(depth, count, [1 + wide for wide in replicated], any(again))
     workers = tuple(
         tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or again[task.stage])
         for tasks in schedule.workers
     )
+    # A stage that is all-reduced is updated by the same task (:func:`autoddl.pipelines.joint.evaluation.times_of`).
+    reduced = {task.stage for tasks in workers for task in tasks if task.kind is Kind.ALL_REDUCE}
+    is_reduced = np.array([[stage in reduced] for stage in stages])
+    all_reduce, update = all_reduce + np.where(is_reduced, update, 0.0), np.where(is_reduced, 0.0, update)
     for one in range(num):
         times = Times.of(
             len(stages),
@@ -388,6 +406,7 @@ def test_programs_take_as_long_as_simulated(dice: random.Random) -> None:
             backward_input=part[:, one].tolist(),
             recompute=recompute[:, one].tolist(),
             all_reduce=all_reduce[:, one].tolist(),
+            update=update[:, one].tolist(),
             transfer=there[:-1, one].tolist(),
             transfer_backward=back[:-1, one].tolist(),
         )
@@ -453,7 +472,7 @@ def test_dominated_ways_are_never_better(dice: random.Random) -> None:
         return
     least = filtered.least_memory()
     assert least == pytest.approx(whole.least_memory(), rel=1e-9)
-    for limit in (math.inf, free.memory_bytes - 1, (least + free.memory_bytes) / 2, least + 1):
+    for limit in (math.inf, free.demand_bytes - 1, (least + free.demand_bytes) / 2, least + 1):
         best, known = filtered.best(limit), whole.best(limit)
         assert (best is None) == (known is None)
         if best is not None and known is not None:
