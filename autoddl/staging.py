@@ -18,6 +18,7 @@ from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
+from .executors import check_workload
 from .planfile import PlanFile
 
 if TYPE_CHECKING:
@@ -27,7 +28,12 @@ __all__ = ["make_schedule", "planned_model", "schedule_arguments", "schedule_of_
 
 
 def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
-    """Return the plan of each stage: strategies, recomputation and the strategy of the tensor that enters the stage."""
+    """Return the plan of each stage: strategies, recomputation and the strategy of the tensor that enters the stage.
+
+    Raises:
+        UserError: Ranks do not execute the plan's workload.
+    """
+    check_workload(plan.workload)
     result = []
     for choice in plan.evaluation.configuration.stages:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}

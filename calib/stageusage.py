@@ -133,7 +133,11 @@ def _add_stage(usage: UsageSum, evaluation: Evaluation, number: int, counts: _Co
     configuration, cluster = evaluation.configuration, evaluation.cluster
     names = [level.name for level in configuration.mesh_of(number).devices(cluster).levels]
     workers = tuple(replica.worker for replica in evaluation.schedule.replicas_of(number))
-    forward, backward, reduced = counts.forward[number], counts.backward[number], _exposed_reduces(evaluation, number, counts)
+    forward, backward, reduced = (
+        counts.forward[number],
+        counts.backward[number],
+        _exposed_reduces(evaluation, number, counts),
+    )
     for layer in evaluation.stages[number].assessment.layers:
         exposed = cluster.exposed_part(layer.work)
         usage.add_steps(layer.arriving, names, forward)

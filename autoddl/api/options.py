@@ -96,7 +96,11 @@ class PlanningOptions(TypedDict, total=False):
 
 
 #: Defaults of `PlanningOptions`: those of the planner, but with a progress bar; None for options that are not listed.
-PLANNING_DEFAULTS: Mapping[str, Any] = {**{option.name: option.default for option in fields(Options)}, "dropout": False, "quiet": False}
+PLANNING_DEFAULTS: Mapping[str, Any] = {
+    **{option.name: option.default for option in fields(Options)},
+    "dropout": False,
+    "quiet": False,
+}
 
 
 def takes(group: type, defaults: Mapping[str, Any]) -> Callable[[Function], Function]:

@@ -42,7 +42,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, metavar="H", help="number of attention heads of a built-in transformer")
     parser.add_argument("--sequence", type=int, metavar="LENGTH", help="sequence length of a built-in transformer")
     parser.add_argument("--vocabulary", type=int, metavar="SIZE", help="vocabulary size of a built-in transformer")
-    parser.add_argument("--dropout", action="store_true", help="a built-in transformer has dropouts, as when it was published")
+    parser.add_argument(
+        "--dropout", action="store_true", help="a built-in transformer has dropouts, as when it was published"
+    )
 
 
 def add_cluster_arguments(parser: argparse._ActionsContainer) -> None:

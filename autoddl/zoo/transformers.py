@@ -212,9 +212,7 @@ def llama(model: Transformer) -> LayerGraph:
     qkv_parts = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
     gate_parts = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
     gated = (model.activation, "mul")
-    attending = attention(
-        attend, rows, model.heads, head_dim, kv_heads=kv_heads, causal=True, dropout=model.dropout
-    )
+    attending = attention(attend, rows, model.heads, head_dim, kv_heads=kv_heads, causal=True, dropout=model.dropout)
     block = [
         (norm("input_layernorm", rows, width, statistics=1), [BLOCK_INPUT]),
         (

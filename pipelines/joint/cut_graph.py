@@ -142,9 +142,7 @@ class CutGraph:
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
         self.passes: tuple[Passes, ...] = explorer.passes(setting)
         self.stage_searches: tuple[StageSearch, ...] = tuple(explorer.stage_search(mesh) for mesh in setting.meshes)
-        self.stage_demands = [
-            StageDemand(*counts) for counts in zip(demand.in_flight, demand.versions, demand.running)
-        ]
+        self.stage_demands = [StageDemand(*counts) for counts in zip(demand.in_flight, demand.versions, demand.running)]
         self.has_one_stage_per_worker = all(len(held) == 1 for held in demand.homes)
         self.terms = Terms(self.num_stages)
         self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)

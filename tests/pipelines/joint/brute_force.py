@@ -308,7 +308,8 @@ class BruteForce:
             lone.append(all(len(program.most_in_flight[worker]) == 1 for worker in workers))
         for bounds in cuts_of(self.num_units, num_stages):
             offered = [
-                self._fitting(*ends, home, *rest, limit) for ends, home, *rest in zip(bounds, homes, most, running, lone)
+                self._fitting(*ends, home, *rest, limit)
+                for ends, home, *rest in zip(bounds, homes, most, running, lone)
             ]
             ways = tuple(one for one in offered if one is not None)
             if len(ways) < num_stages:

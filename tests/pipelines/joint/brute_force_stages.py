@@ -257,7 +257,8 @@ class Stages:
                 kept = home.micro_batch * layer.input_elements * workload.itemsize / parts
         shared = gradients if name in self.tie else 0.0
         return np.array(
-            [forward, backward, all_reduce, update, shared, work.state_bytes, kept, block, work.buffer_bytes], dtype=float
+            [forward, backward, all_reduce, update, shared, work.state_bytes, kept, block, work.buffer_bytes],
+            dtype=float,
         )
 
     def begins_block(self, name: str) -> bool:

@@ -305,7 +305,13 @@ EVERYTHING = (RowFilter((0.0,) * 5, 0.0),)
 
 @pytest.mark.parametrize(
     ("way", "size", "attention"),
-    [("none", 4, "fused"), ("selective", 2, "dense"), ("layers", 2, "fused"), ("blocks", 2, "dense"), ("stage", 2, "fused")],
+    [
+        ("none", 4, "fused"),
+        ("selective", 2, "dense"),
+        ("layers", 2, "fused"),
+        ("blocks", 2, "dense"),
+        ("stage", 2, "fused"),
+    ],
 )
 @pytest.mark.parametrize(
     ("first", "stop", "need"), [(0, 2, StageDemand(2.0, 1)), (1, 3, StageDemand(3.0, 2)), (2, 4, StageDemand(1.0, 1))]
