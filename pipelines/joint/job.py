@@ -125,12 +125,15 @@ def job_of(
     """Make a planning job, with the default batch and memory limit if the options give none.
 
     Raises:
-        UserError: the memory limit is out of range, or the micro-batch does not divide the batch.
+        UserError: the memory limit is out of range, the micro-batch does not divide the batch, or options exclude each other.
     """
     base = options.base
     limit = default_memory_limit(cluster) if base.memory_limit_bytes is None else base.memory_limit_bytes
     if not 0 < limit < math.inf:
         raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
+    if base.zero and options.allow_stale:
+        # Searches count older versions of weights as a part of the state, which ZeRO divides differently for each strategy.
+        raise UserError("zero=1 cannot be combined with allow_stale=True; leave out one of them")
     workload = base_workload(cluster, base)
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # raises if the micro-batch does not divide the batch
