@@ -324,6 +324,37 @@ def changed(path: tuple[str, ...], value: object) -> dict:
     return document
 
 
+def quantity(value: float, unit: str) -> dict:
+    return {"value": value, "unit": unit, "source": "a test"}
+
+
+def test_figures_that_files_may_leave_out():
+    """Without them a device has one efficiency for all products, nothing is hidden, and the framework occupies nothing."""
+    bare = document_of("dgx-a100")
+    for name in ("core_efficiency", "half_speed", "framework_memory"):
+        bare["device"].pop(name, None)
+    bare.pop("hidden_communication", None)
+    cluster = from_document(bare, "bare")
+    device = cluster.device
+    assert (device.core_efficiency, device.half_speed, device.framework_bytes, cluster.hidden_part) == (None, {}, 0, 0)
+    hashes = {cluster.hash}
+    for path, value, read in (
+        (("device", "core_efficiency"), quantity(0.5, "1"), lambda found: found.device.core_efficiency == 0.5),
+        (
+            ("device", "half_speed"),
+            {"mixed": quantity(2, "GFLOP")},
+            lambda found: found.device.half_speed == {"mixed": 2e9},
+        ),
+        (("device", "framework_memory"), quantity(3, "GiB"), lambda found: found.device.framework_bytes == 3 * 2**30),
+        (("hidden_communication",), quantity(0.7, "1"), lambda found: found.hidden_part == 0.7),
+    ):
+        document = copy.deepcopy(bare)
+        (document["device"] if len(path) > 1 else document)[path[-1]] = value
+        found = from_document(document, "more")
+        assert read(found) and found.hash not in hashes
+        hashes.add(found.hash)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -342,6 +373,15 @@ def changed(path: tuple[str, ...], value: object) -> dict:
         (("device", "memory", "value"), "80", 'value is "80", should be a number'),
         (("device", "efficiency", "value"), 1.5, "efficiency is 1.5 1, should be from 1e-06 to 1"),
         (("device", "peak"), {}, "names [], should name one or more of float32, mixed, fp8"),
+        (
+            ("device", "half_speed"),
+            {"fp8": quantity(1, "GFLOP")},
+            "names ['fp8'], should name rates of peak: mixed, float32",
+        ),
+        (("device", "half_speed"), {"mixed": quantity(1, "GB")}, "unit 'GB' is not a unit of flops"),
+        (("device", "core_efficiency"), quantity(1.2, "1"), "core_efficiency is 1.2 1, should be from 1e-06 to 1"),
+        (("device", "framework_memory"), quantity(2, "s"), "unit 's' is not a unit of size"),
+        (("hidden_communication",), quantity(-0.5, "1"), "hidden_communication: value is -0.5, should be"),
         (("device", "name"), "two\nlines", 'name is "two\\nlines", should be a string of one line'),
         (("device", "memory_bytes"), 80, 'unknown field "memory_bytes"; known ones are'),
         (("links", "inter-node", "bandwidth", "value"), -25, "bandwidth: value is -25, should be"),

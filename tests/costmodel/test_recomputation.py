@@ -102,7 +102,9 @@ def test_the_end_of_a_model_without_blocks_is_not_run_again() -> None:
         assert {layer.name for layer in graph.layers if not graph.place(layer.name).is_recomputed} == ends
 
 
-@pytest.mark.parametrize("graph", [mlp([64] * 6), vgg(11, image=32), MODELS["gpt"], gpt(Transformer("one", 1, 32, 4, 8, 64))])
+@pytest.mark.parametrize(
+    "graph", [mlp([64] * 6), vgg(11, image=32), MODELS["gpt"], gpt(Transformer("one", 1, 32, 4, 8, 64))]
+)
 def test_a_stage_runs_again_what_the_whole_model_does(graph: LayerGraph) -> None:
     """However it is cut: bounds of single units hold for the stages that they are parts of."""
     chain = chain_of(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, isfinite
 from types import SimpleNamespace
 
@@ -198,6 +199,13 @@ def test_defaults():
     for figures in planned.baselines:
         assert figures.infeasible is None and figures.assessment is not None
         assert figures.assessment.step_s >= planned.cost * (1 - 1e-12)
+
+
+def test_the_framework_keeps_its_memory():
+    """80 GiB without the 2 GiB of the framework, or 9/10 of 80 GiB if the cluster does not say."""
+    for framework, limit in ((2 * 2**30, 78 * 2**30), (0.0, 72 * 2**30)):
+        device = replace(SMALL.device, memory_bytes=80 * 2**30, framework_bytes=framework)
+        assert make_plan(GPT, replace(SMALL, device=device), Options()).memory_limit_bytes == pytest.approx(limit)
 
 
 def test_baselines_say_why_they_do_not_fit():

@@ -339,8 +339,8 @@ def test_joint_plan_is_the_best_of_all_configurations(kind: str) -> None:
 
 #: Two nodes of two P100, every message of which takes 100 us.
 HIDDEN = mlp((256, 64, 256, 64)), load_cluster("piz-daint").resized(2, 2).with_links(100e-6, 10e9)
-#: 4 messages and 16 kernels one after the other; the bytes of products, of element-wise operations and of the optimizer step, FLOPs,
-#: bytes sent.
+#: 4 messages and 16 kernels one after the other; the bytes of products, of element-wise operations and of the optimizer step;
+#: FLOPs, bytes sent.
 HIDDEN_S = 4 * 100e-6 + 16 * 5e-6 + (373504 + 7680 + 458752) / 732e9 + 262144 / (0.8 * 9.3e12) + (512 + 2 * 512) / 10e9
 
 
@@ -363,8 +363,8 @@ def test_hidden_all_reduce_by_hand() -> None:
 
     Each of the 8 products has 32768 FLOPs.  Then Adam reads and writes 28 bytes (4 of the gradient, 2 x 12 of parameter and states)
     of the 8192 parameters of a device, for fc1 and for fc2: 2 kernels and 458752 bytes.  In all 481.3 us: fc3's all-reduce, 2 x 100
-    us and 65536 bytes, 206.6 us, and its optimizer step, 5.6 us, are over before the 225 us that crossing and stage 0 take after its
-    backward pass.
+    us and 65536 bytes, 206.6 us, and its optimizer step, 5.6 us, are over before the 225 us that crossing and stage 0 take after
+    its backward pass.
     """
     graph, cluster = HIDDEN
     found = BruteForce(Job(graph, cluster, 2, recompute=False, precision="float32")).best()

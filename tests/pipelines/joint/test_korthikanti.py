@@ -1,8 +1,8 @@
 """Activation memory of published models: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
 (arXiv 2205.05198), four models of table 3 with the formulas of table 2.
 
-With s tokens, a micro-batch of b, h features, a heads, tensor parallelism of t, p stages with m chunks each, and L layers, a device of
-the first stage keeps the activations of L (1 + (p - 1) / (p m)) layers (without interleaving: L), each of
+With s tokens, a micro-batch of b, h features, a heads, tensor parallelism of t, p stages with m chunks each, and L layers, a device
+of the first stage keeps the activations of L (1 + (p - 1) / (p m)) layers (without interleaving: L), each of
 
     sequence parallelism                                     s b h / t (34 + 5 a s / h)     bytes
     sequence parallelism, selective recomputation            s b h / t 34

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.joint import JointOptions
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.planners import Clock
@@ -25,6 +26,11 @@ def test_a_planner_recomputes_as_it_is_told(planner, recompute):
     assert {stage.recompute for stage in others} == {"stage" if recompute else "none"}
     # The backward pass of the last stage directly follows: as a whole it is not recomputed, or the loss would be computed twice.
     assert last.recompute == ("blocks" if recompute else "none")
+
+
+def test_zero_excludes_older_versions_of_weights():
+    with pytest.raises(UserError, match="zero=1 cannot be combined with allow_stale=True"):
+        plan_jointly(GPT, MACHINE, JointOptions(Options(batch=16, zero=1), allow_stale=True))
 
 
 def test_papers_plans_are_those_of_their_planners():
