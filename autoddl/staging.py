@@ -28,7 +28,7 @@ __all__ = ["make_schedule", "planned_model", "schedule_arguments", "schedule_of_
 
 
 def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
-    """Return the plan of each stage: strategies, recomputation and the strategy of the tensor that enters the stage.
+    """Return the plan of each stage: strategies, recomputation, attention, and the strategy of the tensor that enters.
 
     Raises:
         UserError: Ranks do not execute the plan's workload.
@@ -37,7 +37,8 @@ def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
     result = []
     for choice in plan.evaluation.configuration.stages:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
-        result.append(StagePlan(strategies, recomputed_inside(choice.recompute), choice.strategies.get(ENTRY)))
+        entry = choice.strategies.get(ENTRY)
+        result.append(StagePlan(strategies, recomputed_inside(choice.recompute), entry, plan.workload.attention))
     return tuple(result)
 
 

@@ -111,6 +111,7 @@ class _LayerWriter:
             layer,
             self.strategy,
             is_recomputed_alone(kind_of(layer.kind), scene.graph.place(layer.name), scene.workload.recompute),
+            scene.workload.attention,
         )
         self.names = self._weight_names()
         self.constants: dict[str, str] = {}

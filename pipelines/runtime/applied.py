@@ -63,7 +63,7 @@ class AppliedModule(flow.nn.Module):
         module: The user's model.
         graph: Layer graph of the plan.
         strategies: Strategies of the plan, by layer.
-        workload: Workload of the plan: micro-batches and recomputation.
+        workload: Workload of the plan: micro-batches, recomputation and attention.
         feeds: Index of the model's input that each input layer reads; see :func:`autoddl.apply`.
         check: Whether the first forward pass begins by comparing this module with the user's (:mod:`comparing`).
         backend: Where tensors lie, and in which types the ranks compute.
@@ -86,7 +86,7 @@ class AppliedModule(flow.nn.Module):
         backend: Backend = HOST,
     ):
         super().__init__()
-        plan = StagePlan(strategies, workload.recompute)
+        plan = StagePlan(strategies, workload.recompute, attention=workload.attention)
         stepper = Stepper(flow.env.get_world_size(), backend)
         if plan.num_ranks != stepper.num_ranks:
             raise UserError(f"the plan is for {plan.num_ranks} ranks, this job has {stepper.num_ranks}")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .backend import is_on_gpu
+from .blockwise import attend_blockwise, mask_of
 from .load import load_oneflow
 from .rows import along_rows, row_sums
 from .stepping import Ranks
@@ -31,6 +32,8 @@ def attend(
     causal: bool,
     theta: float | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
+    window: int | None = None,
+    is_fused: bool = False,
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(head_dim)) v.
 
@@ -43,6 +46,9 @@ def attend(
         causal: Whether every position attends only to itself and to earlier positions.
         theta: Base of the frequencies of rotary positions; None without rotary positions.
         drop: Dropout of the probabilities; None without dropout.
+        window: Number of positions that a position of causal attention attends to, itself included; None for all of them.
+        is_fused: Whether scores are computed block by block and not kept (:mod:`blockwise`); only without dropout. Otherwise
+            all scores are computed, and the probabilities are kept.
 
     Returns:
         (samples, sequence, groups * group_heads * head_dim).
@@ -53,14 +59,16 @@ def attend(
     if theta is not None:
         angles = rotary_angles(sequence, head_dim, theta, x.dtype, x.device.type)
         query, key = rotate(query, *angles), rotate(key, *angles)
+    key, value = (t.reshape(samples, groups, sequence, head_dim) for t in (key, value))
+    if is_fused:
+        return attend_blockwise(query, key, value, causal, window, ranks.backend.master)
     # All query heads of a group use the same key, so their rows are stacked.
     query = query.reshape(samples, groups, group_heads * sequence, head_dim)
-    key, value = (t.reshape(samples, groups, sequence, head_dim) for t in (key, value))
     # The query is scaled before the product, which could exceed the range of half precision.
     scores = flow.matmul(query * (1.0 / math.sqrt(head_dim)), key.transpose(-2, -1))
-    if causal:
-        mask = flow.tril(flow.ones(sequence, sequence, device=x.device)).repeat(group_heads, 1)
-        scores = scores.masked_fill(mask == 0, float("-inf"))
+    mask = mask_of(sequence, sequence, 0, window, group_heads, x.device.type) if causal else None
+    if mask is not None:
+        scores = scores.masked_fill(mask, float("-inf"))
     probabilities = softmax(scores, ranks.backend.master)
     out = flow.matmul(probabilities if drop is None else drop(probabilities), value)
     out = out.reshape(samples, groups, group_heads, sequence, head_dim).permute(0, 3, 1, 2, 4)

@@ -85,7 +85,7 @@ def build_body(setting: LayerSetting) -> Body:
         UserError: The layer or its module cannot be run under its strategy. The message names the layer.
     """
     layer = setting.layer
-    program = layer_program(setting.graph, layer, setting.strategy, setting.recompute)
+    program = layer_program(setting.graph, layer, setting.strategy, setting.recompute, setting.attention)
     try:
         for check in program.checks:
             _read_fact(check, setting)

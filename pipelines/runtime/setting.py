@@ -44,6 +44,7 @@ class LayerSetting:
         stepper: The ranks.
         module: The user's model.
         recompute: Whether only the evenly split input is kept for the backward pass.
+        attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
     """
 
     graph: LayerGraph
@@ -52,6 +53,7 @@ class LayerSetting:
     stepper: Stepper
     module: Any
     recompute: bool
+    attention: str
 
     @property
     def num_parts(self) -> int:

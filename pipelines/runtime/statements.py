@@ -168,12 +168,14 @@ class LayerContext:
         layer: A layer of the graph.
         strategy: The strategy of the layer.
         recompute: Whether only evenly split inputs are kept for the backward pass.
+        attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
     """
 
     graph: LayerGraph
     layer: Layer
     strategy: Strategy
     recompute: bool
+    attention: str = "fused"
 
     @property
     def layout(self) -> Layout:

@@ -44,10 +44,13 @@ def program(context: LayerContext) -> LayerProgram:
         "head_dim": attributes["head_dim"],
         "causal": bool(attributes["causal"]),
         "theta": context.fact("theta", "rotary_base_of"),
+        **({"window": attributes["window"]} if "window" in attributes else {}),
     }
     if kind_of(layer.kind).drops_elements(layer):
         dropout = context.fact("dropout", "dropout_of", layer.name, -1)
         statements.append(Call("bind_dropout", (dropout, Name("step"), RANKS), result=("drop",)))
         options["drop"] = Name("drop")
+    elif context.attention == "fused":
+        options["is_fused"] = True
     statements += context.recomputable(("x",), [Call("attend", (X, RANKS), options, computes=True)])
     return LayerProgram((), tuple(statements))

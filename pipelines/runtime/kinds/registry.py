@@ -101,7 +101,9 @@ def registered_functions() -> Mapping[str, Callable[..., Any]]:
     return _FUNCTIONS
 
 
-def layer_program(graph: LayerGraph, layer: Layer, strategy: Strategy, recompute: bool) -> LayerProgram:
+def layer_program(
+    graph: LayerGraph, layer: Layer, strategy: Strategy, recompute: bool, attention: str = "fused"
+) -> LayerProgram:
     """Return the program of a layer under its strategy.
 
     Args:
@@ -109,11 +111,12 @@ def layer_program(graph: LayerGraph, layer: Layer, strategy: Strategy, recompute
         layer: A layer of the graph.
         strategy: Strategy of the layer.
         recompute: Whether only evenly split inputs are kept for the backward pass.
+        attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
 
     Raises:
         UserError: The layer cannot be run; it is named.
     """
-    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, recompute))
+    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, recompute, attention))
 
 
 def layouts_call(

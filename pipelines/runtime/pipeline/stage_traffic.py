@@ -182,7 +182,7 @@ def layer_steps(
     rows = micro_batch_rows // slots_per_micro_batch(schedule)
     steps: dict[tuple[str, str], tuple[Step, ...]] = {}
     for number, plan in enumerate(stages):
-        workload = Workload(rows, rows, precision.name, "sgd", recompute=plan.recompute)
+        workload = Workload(rows, rows, precision.name, "sgd", recompute=plan.recompute, attention=plan.attention)
         strategies = strategies_of(graph, stages, number)
         for layer in plan.layers(graph):
             strategy, producers = strategies[layer.name], graph.inputs(layer.name)

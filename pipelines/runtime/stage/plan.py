@@ -36,11 +36,13 @@ class StagePlan:
             (A schedule can recompute whole stages instead, of which only the input is saved.)
         entry: Layout in which the stage receives the output of the previous stage, given as a strategy. None: the layout of the
             stage's first layer that reads this output.
+        attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
     """
 
     strategies: Mapping[str, Strategy]
     recompute: str = "none"
     entry: Strategy | None = None
+    attention: str = "fused"
 
     @property
     def num_ranks(self) -> int:

@@ -107,7 +107,7 @@ class Stage:
         self.source = source_layer(graph, model.stages, number)
         self.feeds = {name: index for name, index in feeds_of(graph, model.feeds).items() if name in plan.strategies}
         self._model = model
-        self._recompute = plan.recompute
+        self._recompute, self._attention = plan.recompute, plan.attention
         self._places = self._places_of(plan)
         self._strategies = strategies_of(graph, model.stages, number)
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
@@ -151,7 +151,7 @@ class Stage:
     def _ready(self, layer: Layer) -> ReadyLayer:
         strategy, graph = self._strategies[layer.name], self._model.graph
         recompute = is_recomputed_alone(kind_of(layer.kind), self._places[layer.name], self._recompute)
-        setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, recompute)
+        setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, recompute, self._attention)
         check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
         return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), positions)
