@@ -141,6 +141,8 @@ def _stage_trace(plan: PlanFile) -> str:
         (bar, number) for number in range(num_micro_batches) for bar in bars_of_micro_batch
     ]
     bars += [(bar, None) for bar in _bars_of_pass(layers, cluster, "gradient")]
+    updates = (_compute_bar(layer, "optimizer step", layer.update_s) for layer in layers)
+    bars += [(bar, None) for bar in updates if bar.seconds > 0]
     events, now_s = [], 0.0
     for bar, number in bars:
         row = 0 if bar.level is None else 1 + bar.level

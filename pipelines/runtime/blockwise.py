@@ -102,6 +102,7 @@ def attend_blockwise(
                 joined = largest + flow.log(flow.exp(total - largest) + flow.exp(log_sum - largest))
                 out = _scaled(out, flow.exp(total - joined)) + _scaled(part, flow.exp(log_sum - joined))
                 total = joined
+            assert out is not None  # every row attends to itself at least
             outputs.append(out.to(q.dtype).reshape(*q.shape[:3], -1, head_dim))
             sums.append(total)
         whole = outputs[0] if len(outputs) == 1 else flow.cat(outputs, dim=3)

@@ -175,7 +175,7 @@ class LayerContext:
     layer: Layer
     strategy: Strategy
     recompute: bool
-    attention: str = "fused"
+    attention: str
 
     @property
     def layout(self) -> Layout:

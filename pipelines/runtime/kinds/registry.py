@@ -133,7 +133,7 @@ def layouts_call(
     Raises:
         UserError: Ranks cannot store the layer's parameters; the layer is named.
     """
-    context = LayerContext(graph, layer, strategy, recompute=False)
+    context = LayerContext(graph, layer, strategy, recompute=False, attention="dense")
     return _rank_kind(layer).layouts(context, layer.parameters if parameters is None else parameters)
 
 
