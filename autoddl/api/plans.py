@@ -52,7 +52,7 @@ class Plan(planfile.PlanFile):
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
     >>> plan
-    <Plan mlp:256,1024,256 on dgx-a100: 1 node of 8 x NVIDIA A100 SXM4 80 GB; 61.6 us per step, proven optimal>
+    <Plan mlp:256,1024,256 on dgx-a100: 1 node of 8 x NVIDIA A100 SXM4 80 GB; 208 us per step, proven optimal>
     >>> [layer.name for layer in plan.layers], plan.optimal, plan.num_stages
     (['fc1', 'fc2'], True, 1)
     """
@@ -198,7 +198,7 @@ class Plan(planfile.PlanFile):
         >>> plan.to_frame()[["name", "kind", "strategy"]]
           name    kind strategy
         0  fc1  linear  (1,8,1)
-        1  fc2  linear  (1,2,4)
+        1  fc2  linear  (1,1,8)
         """
         from .frames import frame_of
 
@@ -249,8 +249,8 @@ class Plan(planfile.PlanFile):
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
         >>> for alternative in plan.alternatives("fc1", count=2):
         ...     print(alternative.strategy, f"{alternative.regret_s * 1e6:.2f} us")
-        (2,4,1) 0.95 us
-        (1,4,2) 4.11 us
+        (2,4,1) 22.60 us
+        (4,2,1) 29.96 us
         """
         explained = self.explain(count=count, layer=layer, time_limit_s=time_limit_s)
         return tuple(alternative for choice in explained.choices for alternative in choice.alternatives)
