@@ -42,7 +42,9 @@ def check_workload(workload: Workload, executor: str = EAGER) -> None:
         if value not in executed:
             where = "on ranks" if name in _EXECUTED[EAGER] else f"by the {executor} executor"
             known = " or ".join(f"{name}={one!r}" for one in executed)
-            raise UserError(f"the plan has {name}={value!r}, which is priced but not executed {where}; plan with {known}")
+            raise UserError(
+                f"the plan has {name}={value!r}, which is priced but not executed {where}; plan with {known}"
+            )
 
 
 def execution_notes(workload: Workload, executor: str = EAGER) -> tuple[str, ...]:

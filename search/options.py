@@ -123,7 +123,7 @@ def recomputations(options: Options, graph: LayerGraph) -> tuple[str, ...]:
     """The ways of recomputation that the options allow and that make a difference for a model, the fastest first.
 
     Fused attention keeps too little for selective recomputation to save any of it.  Recomputation of blocks needs repeated blocks;
-    its memory is that of one block, so equal layers of all blocks have to share a choice.  ``nn.Graph``
+    its memory is that of one block, so equal layers of all blocks have to share a choice.  nn.Graph
     recomputes single layers only.
     """
     if isinstance(options.recompute, str):
