@@ -73,7 +73,7 @@ def apply(
     from autoddl.pipelines.runtime.backend import backend_of
 
     check_executor(executor, plan.num_stages)
-    stage, *more_stages = stage_plans(plan)
+    stage, *more_stages = stage_plans(plan, executor)
     if more_stages:
         raise UserError(
             f"the plan is a pipeline of {plan.num_stages} stages, which no single module runs; train it with a PipelineTrainer of "

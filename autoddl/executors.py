@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS, GRAPH
 from autoddl.costmodel.workload import Workload
 
-__all__ = ["EAGER", "EXECUTORS", "GRAPH", "check_executor", "check_workload"]
+__all__ = ["EAGER", "EXECUTORS", "GRAPH", "check_executor", "check_workload", "execution_notes"]
 
-#: What is priced, and not executed on OneFlow ranks: the values of attributes of a workload that are.
-_EXECUTED = {"gradients": "compute", "zero": 0, "activations": "kept"}
+#: What is priced, and not always executed on ranks: the values of attributes of a workload that each executor executes.
+_EXECUTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    EAGER: {"gradients": ("compute",), "zero": (0,), "activations": ("kept",)},
+    GRAPH: {
+        "gradients": ("compute",),
+        "zero": (0,),
+        "activations": ("kept",),
+        "recompute": ("layers", "selective", "none"),
+    },
+}
 
 
-def check_workload(workload: Workload) -> None:
-    """Check that ranks can execute the workload of a plan.
+def check_workload(workload: Workload, executor: str = EAGER) -> None:
+    """Check that ranks can execute the workload of a plan, or of one of its stages.
 
-    Overlap only changes when communication runs: such plans are executed, by executors that do not overlap, and take longer.  FP8
-    products are executed in bfloat16, since OneFlow 0.9.0 has no FP8.
+    Args:
+        workload: The workload.
+        executor: What executes it, one of `EXECUTORS`.
 
     Raises:
-        UserError: The plan was priced with gradients, optimizer states or activations that ranks do not have.
+        UserError: The plan was priced with gradients, optimizer states, activations or recomputation that ranks do not have.
 
     >>> check_workload(Workload(8, 8, zero=1))
     Traceback (most recent call last):
         ...
     autoddl.costmodel.errors.UserError: the plan has zero=1, which is priced but not executed on ranks; plan with zero=0
     """
-    for name, executed in _EXECUTED.items():
-        if getattr(workload, name) != executed:
-            asked = f"{name}={getattr(workload, name)!r}"
+    for name, executed in _EXECUTED[executor].items():
+        value = getattr(workload, name)
+        if value not in executed:
+            where = "on ranks" if name in _EXECUTED[EAGER] else f"by the {executor} executor"
+            known = " or ".join(f"{name}={one!r}" for one in executed)
             raise UserError(
-                f"the plan has {asked}, which is priced but not executed on ranks; plan with {name}={executed!r}"
+                f"the plan has {name}={value!r}, which is priced but not executed {where}; plan with {known}"
             )
+
+
+def execution_notes(workload: Workload, executor: str = EAGER) -> tuple[str, ...]:
+    """Return what ranks do in another way than it is priced, although the values are right: sentences without a period.
+
+    >>> execution_notes(Workload(8, 8, overlap="all"))
+    ('overlap=all is priced, but the eager executor does not overlap communication with computation',)
+    """
+    notes = []
+    if workload.overlap != "none" and executor == EAGER:
+        notes.append(
+            f"overlap={workload.overlap} is priced, but the eager executor does not overlap communication with computation"
+        )
+    if workload.types.rate == "fp8":
+        notes.append("precision fp8 is executed as bfloat16: OneFlow 0.9.0 has no 8-bit types")
+    if workload.attention == "fused" and executor == GRAPH:
+        notes.append("attention is priced as fused, but the graph executor computes it dense, which keeps more memory")
+    return tuple(notes)
 
 
 def check_executor(name: str, num_stages: int = 1) -> None:

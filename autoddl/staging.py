@@ -10,6 +10,7 @@ micro-batch after another (1F1B).  To train a model with a plan::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.limits import MAX_TRAINING_PASSES
@@ -18,7 +19,7 @@ from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
-from .executors import check_workload
+from .executors import EAGER, check_workload
 from .planfile import PlanFile
 
 if TYPE_CHECKING:
@@ -27,18 +28,22 @@ if TYPE_CHECKING:
 __all__ = ["make_schedule", "planned_model", "schedule_arguments", "schedule_of_plan", "stage_plans"]
 
 
-def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
-    """Return the plan of each stage: strategies, recomputation, attention, and the strategy of the tensor that enters.
+def stage_plans(plan: PlanFile, executor: str = EAGER) -> tuple[StagePlan, ...]:
+    """Return the plan of each stage for ranks: strategies, recomputation, attention, and the strategy of the tensor that enters.
+
+    Args:
+        plan: the plan.
+        executor: what is to run the stages, one of `autoddl.executors.EXECUTORS`.
 
     Raises:
-        UserError: Ranks do not execute the plan's workload.
+        UserError: the executor cannot run what the plan is priced for (`check_workload`).
     """
-    check_workload(plan.workload)
     result = []
     for choice in plan.evaluation.configuration.stages:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
-        entry = choice.strategies.get(ENTRY)
-        result.append(StagePlan(strategies, recomputed_inside(choice.recompute), entry, plan.workload.attention))
+        workload = replace(plan.workload, recompute=recomputed_inside(choice.recompute))
+        check_workload(workload, executor)
+        result.append(StagePlan(strategies, workload.recompute, choice.strategies.get(ENTRY), workload.attention))
     return tuple(result)
 
 

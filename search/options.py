@@ -123,7 +123,8 @@ def recomputations(options: Options, graph: LayerGraph) -> tuple[str, ...]:
     """The ways of recomputation that the options allow and that make a difference for a model, the fastest first.
 
     Fused attention keeps too little for selective recomputation to save any of it.  Recomputation of blocks needs repeated blocks;
-    its memory is that of one block, so equal layers of all blocks have to share a choice.
+    its memory is that of one block, so equal layers of all blocks have to share a choice.  nn.Graph
+    recomputes single layers only.
     """
     if isinstance(options.recompute, str):
         if options.recompute not in RECOMPUTATIONS:
@@ -132,7 +133,7 @@ def recomputations(options: Options, graph: LayerGraph) -> tuple[str, ...]:
     useless = set()
     if options.attention == "fused" or not any(kind_of(layer.kind).is_selected for layer in graph.layers):
         useless.add("selective")
-    if options.untied or not any(layer.block for layer in graph.layers):
+    if options.untied or options.executor != EAGER or not any(layer.block for layer in graph.layers):
         useless.add("blocks")
     if options.recompute is not None:
         useless.update(RECOMPUTATIONS[:1] if options.recompute else RECOMPUTATIONS[1:])

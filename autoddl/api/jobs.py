@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_RESTARTS, MAX_SECONDS
 
+from ..executors import check_workload
 from ..launching.demands import Demands, check_script, demands_of
 from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S, HeartbeatTimes
 from ..launching.hosts import LOCALHOST, Host, Placement, parse_hosts, place, read_hostfile, renumbered
@@ -83,9 +84,11 @@ def demands_for(plan: FilePath, script: FilePath, edited: bool, device: str | No
 
     Raises:
         UserError: If the plan cannot be read, or the script does not exist or does not fit the plan; if ``device`` is not a type of
-            device of the plan; or if the ranks of a worker would not get the GPUs of the plan.
+            device of the plan; or if the ranks of a worker would not get the GPUs of the plan; or if ranks do not execute the plan's
+            workload.
     """
     loaded = load_plan(plan, edited)
+    check_workload(loaded.workload)
     demands = demands_of(loaded, device)
     if demands.stray_worker and not with_oneflow:
         raise UserError(

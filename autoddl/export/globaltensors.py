@@ -138,7 +138,8 @@ def graph_text(plan: PlanFile) -> str:
     (stage,) = stage_plans(plan)
     if stage.recompute != "none":
         raise UserError(
-            "the plan recomputes activations, which form='oneflow-graph' does not write; plan with recompute=False"
+            f"the plan is for recompute={stage.recompute}, which form='oneflow-graph' does not write; plan with recompute=none, "
+            "or export it with form='oneflow'"
         )
     meshes = check_graph_plan(plan.graph, stage.strategies)
     forms = {

@@ -10,6 +10,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.result import recomputed_text
 
+from ..executors import execution_notes
 from .source import comment, literal
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def heading_text(plan: PlanFile, origin: str) -> str:
         *_price_lines(evaluation, workload.precision),
         f"Plan     graph {plan.graph.hash}",
         f"         cluster {cluster.hash}",
-        *(f"Note     {note}" for note in plan.graph.notes),
+        *(f"Note     {note}" for note in (*plan.graph.notes, *execution_notes(workload))),
     ]
     return "\n".join([docstring, *map(comment, lines)])
 

@@ -109,8 +109,8 @@ class _OneStageParts:
         (choice,) = plan.evaluation.configuration.stages
         if choice.recompute == "stage":
             raise UserError(
-                "the plan recomputes its stage as a whole, but form='oneflow' writes recomputation layer by layer; "
-                "plan with recompute=False"
+                "the plan recomputes its stage as a whole, but form='oneflow' writes recomputation of layers and blocks; "
+                "plan with recompute=blocks, layers or none"
             )
         self._plan = plan
 

@@ -14,6 +14,7 @@ from autoddl.pipelines.runtime.pipeline.slots import RankMap
 from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, sent_messages
 from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES, NOISE_BYTES
 
+from ..executors import EAGER, execution_notes
 from ..planfile import PlanFile
 from .fitting import FittedPlan
 from .prediction import PHASES, Prediction, RankSteps, missing_steps
@@ -32,6 +33,7 @@ def compare(
     *,
     tolerance: float,
     not_counted_because: str,
+    executor: str = EAGER,
 ) -> Verification:
     """Return the verification of a plan.
 
@@ -43,6 +45,7 @@ def compare(
         results: Results of all ranks, by rank.
         tolerance: Largest allowed relative error of losses, gradients and parameters.
         not_counted_because: Why bytes were not counted; "" if they were.
+        executor: What executed the plan.
     """
     schedule, ranks = fitted.schedule, RankMap(fitted.schedule.widths)
     number_bytes = fitted.scaled.workload.types.master_itemsize
@@ -65,7 +68,7 @@ def compare(
         between=PhaseCheck(sum(prediction.between), sum(result.boundary_bytes for result in results)),
         step=_phase_check(workers, results[0].run_bytes, number_bytes, prediction.transfers),
         not_counted_because=not_counted_because,
-        notes=_notes(plan, fitted),
+        notes=_notes(plan, fitted, executor),
     )
 
 
@@ -88,9 +91,9 @@ def _smaller(count: int | None, recount: int) -> int | None:
     return None if count is None else min(count, recount)
 
 
-def _notes(plan: PlanFile, fitted: FittedPlan) -> tuple[str, ...]:
+def _notes(plan: PlanFile, fitted: FittedPlan, executor: str) -> tuple[str, ...]:
     """Return the differences between the plan and its execution that the user should know of."""
-    notes, delays = [], fitted.schedule.delays
+    notes, delays = list(execution_notes(plan.workload, executor)), fitted.schedule.delays
     if plan.cluster.has_gpus:
         notes.append("the plan is for GPUs; here CPU ranks run it")
     types, here = plan.workload.types, fitted.scaled.workload.types

@@ -73,7 +73,7 @@ def _compare_graph(
     own: list[RankResult] = [
         replace(result, run_bytes=None, run_steps=prediction.workers[0].priced) for result in results
     ]
-    verification = compare(plan, fitted, prediction, reference, own, **options)
+    verification = compare(plan, fitted, prediction, reference, own, executor=GRAPH, **options)
     # Layers show their predicted bytes.
     stages = tuple(
         replace(stage, layers=tuple(replace(layer, phases=_without_steps(layer.phases)) for layer in stage.layers))

@@ -91,7 +91,7 @@ def fit_plan(
         UserError: If the plan cannot be executed on this number of ranks with its strategies, or is too large for the limits.
     """
     # 1. Stages.
-    stages, workers = stage_plans(plan), _remaining_workers(plan, num_ranks)
+    stages, workers = stage_plans(plan, executor), _remaining_workers(plan, num_ranks)
     # 2. Schedule: with the plan's number of micro-batches, and with the smallest one.
     num_micro_batches = 1 if executor == GRAPH else workers.spec.num_micro_batches
     smaller_numbers = _smaller_numbers_of_micro_batches(num_micro_batches, len(workers.widths))

@@ -60,9 +60,8 @@ class _TrainingGraph(flow.nn.Graph):
         self.add_optimizer(optimizer)
         if workload.num_micro_batches > 1:
             self.config.set_gradient_accumulation_steps(workload.num_micro_batches)
-        if workload.recompute != "none":
-            for number in model.recomputed_layers:  # of the graph's proxies of layers
-                self.model._layers[number].to(flow.nn.graph.GraphModule).activation_checkpointing = True
+        for number in model.recomputed_layers(workload.recompute):  # of the graph's proxies of layers
+            self.model._layers[number].to(flow.nn.graph.GraphModule).activation_checkpointing = True
         if backend.device == GPU and backend.has_masters:
             self.config.enable_amp(True, dtype=backend.compute)
             if backend.compute == flow.float16:

@@ -17,6 +17,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.graph_meshes import GraphMesh
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layerwork import is_recomputed_alone
 from autoddl.costmodel.strategy import Strategy
 
 from .. import facts
@@ -141,10 +142,11 @@ class GlobalModel(nn.Module):
 
     # ---- Running -------------------------------------------------------------------------------------------------------------
 
-    @property
-    def recomputed_layers(self) -> list[int]:
-        """Numbers of the layers whose activations recomputation does not keep."""
-        return [number for number, layer in enumerate(self.graph.layers) if kind_of(layer.kind).is_recomputed]
+    def recomputed_layers(self, recompute: str) -> list[int]:
+        """Return the numbers of the layers that a way of recomputation runs again, each from its own input."""
+        layers = enumerate(self.graph.layers)
+        place_of = self.graph.place
+        return [i for i, layer in layers if is_recomputed_alone(kind_of(layer.kind), place_of(layer.name), recompute)]
 
     @property
     def input_layouts(self) -> dict[str, InputLayout]:
