@@ -84,8 +84,8 @@ def demands_for(plan: FilePath, script: FilePath, edited: bool, device: str | No
 
     Raises:
         UserError: If the plan cannot be read, or the script does not exist or does not fit the plan; if ``device`` is not a type of
-            device of the plan; or if the ranks of a worker would not get the GPUs of the plan; or if ranks do not execute the
-            plan's workload.
+            device of the plan; if the ranks of a worker would not get the GPUs of the plan; or if ranks do not execute the workload
+            of the plan.
     """
     loaded = load_plan(plan, edited)
     check_workload(loaded.workload)

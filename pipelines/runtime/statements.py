@@ -40,6 +40,7 @@ __all__ = [
     "X",
     "along",
     "epilogue",
+    "keeping_gate",
 ]
 
 #: Value of `Call.num_steps`: all remaining steps.
@@ -237,6 +238,16 @@ def epilogue(context: LayerContext) -> list[Call]:
         elif function := epilogue_function(layer, operation):
             calls.append(Call(function, (X,)))
     return calls
+
+
+def keeping_gate(calls: Sequence[Call]) -> list[Statement]:
+    """Return the statements of `epilogue` such that gate and factor alone are kept, and the gate's activation is computed again."""
+    functions = [call.function for call in calls]
+    if "split_gate" not in functions or functions.index("multiply") == functions.index("split_gate") + 1:
+        return list(calls)
+    first, end = functions.index("split_gate"), functions.index("multiply") + 1
+    # The result of the product before is gate and factor.
+    return [*calls[:first], Repeated((X.text,), tuple(calls[first:end])), *calls[end:]]
 
 
 def epilogue_function(layer: Layer, operation: str) -> str:

@@ -340,7 +340,7 @@ def drop(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], work
     module = module_of("pictures", sizes)
     data = batch_of("pictures", sizes, workload.batch)
     losses, gradients = [], []
-    for recompute in ("none", "layers"):
+    for recompute in ("none", "layers", "blocks"):
         applied = applied_module(module, graph, strategies, replace(workload, recompute=recompute))
         loss = applied(*data)
         loss.backward()
@@ -350,7 +350,7 @@ def drop(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], work
     applied.eval()
     return {
         "losses": losses,
-        "errors": relative_errors(*gradients),
+        "errors": [relative_errors(again, gradients[0]) for again in gradients[1:]],
         "eval": (float(applied(*data).numpy()), float(module(*on_host(data)).numpy())),
     }
 

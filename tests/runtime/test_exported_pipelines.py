@@ -70,6 +70,14 @@ SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
         ),
     ),
     "chimera": (bert(2), lambda m: pipelined(m, chimera(2), (1, 1), PAIR, recompute=("layers", "none"))),
+    "1f1b, blocks": (
+        gpt(layers=4),
+        lambda m: pipelined(m, schedule("1f1b", 2, policy="A"), (2, 2), PAIR, recompute=("blocks", "layers")),
+    ),
+    "zero-bubble, blocks": (
+        gpt(layers=4),
+        lambda m: pipelined(m, schedule("zero-bubble", 4, policy="H1"), (2, 2), PAIR, recompute=("blocks", "blocks")),
+    ),
     "zero-bubble": (MLP, lambda m: pipelined(m, schedule("zero-bubble", 4, policy="H1"), (2, 2), PAIR)),
     "interleaved": (
         MLP,

@@ -22,6 +22,7 @@ from ..statements import (
     X,
     along,
     epilogue,
+    keeping_gate,
 )
 
 __all__ = ["layouts", "program"]
@@ -52,13 +53,13 @@ def program(context: LayerContext) -> LayerProgram:
         rest += [*_concatenated(biases, "bias", widths), Call("add", (X, Name("bias")))]
     rest += epilogue(context)
     statements: list[Statement] = [*context.input_data(prod(layer.input_shape[:-1]), is_gathered=not layout.summa)]
-    if layer.keeps_own:
+    if layer.keeps_own and context.recompute:
         # The epilogue keeps its input for the backward: everything is recomputed.
         statements += context.recomputable(("x", *weights, *biases), [*product, *rest])
     elif layout.summa:
-        statements += [*product, *rest]  # keeps only its operands' shards anyway
+        statements += [*product, *keeping_gate(rest)]  # keeps only its operands' shards anyway
     else:
-        statements += [*context.recomputable(("x", *weights), product), *rest]
+        statements += [*context.recomputable(("x", *weights), product), *keeping_gate(rest)]
     if LOSSES & set(layer.epilogue):
         options = {"is_squared": "mse_loss" in layer.epilogue}
         statements += [

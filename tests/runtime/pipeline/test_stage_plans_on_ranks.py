@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,24 @@ def test_transformers_with_weights_that_stages_share(ranks):
         cases.append(
             gpt_case(generate(name, num_stages=2, num_micro_batches=2, width=2, **options), stages, runs=STEPS)
         )
+    check_synchronous(ranks, cases)
+
+
+def test_each_stage_recomputes_in_its_own_way(ranks):
+    """Blocks, layers and dense attention, with several micro-batches in flight, and a backward pass in two parts."""
+    rng, cases, sizes = random.Random(9), [], replace(GPT, layers=4)
+    halves = cut_layers(gpt(sizes), ["h.2"])
+    for name, ways in (
+        ("1f1b", ("blocks", "layers")),
+        ("gpipe", ("selective", "blocks")),
+        ("chimera", ("blocks", "blocks")),
+        ("zero-bubble", ("blocks", "none")),
+    ):
+        stages = [
+            random_plan(half, 2, 4, rng, recompute=way, attention="dense" if way == "selective" else "fused")
+            for half, way in zip(halves, ways)
+        ]
+        cases.append(gpt_case(generate(name, num_stages=2, num_micro_batches=4, width=2), stages, sizes, runs=STEPS))
     check_synchronous(ranks, cases)
 
 
