@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.units import format_ranges
 from autoddl.costmodel.workload import OPTIMIZERS, Workload
-from autoddl.pipelines.joint.evaluation import Evaluation, WorkerMemory
+from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.worker_memory import WorkerMemory
 
 __all__ = ["DeviceMemory", "device_memory"]
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
+from autoddl.costmodel.kinds.epilogue import GATES
 
 from ..zoo.layers import kept_by_epilogue
 from .blocks import mark_blocks
@@ -97,7 +98,13 @@ def build_layer_graph(
             parameters.append(Parameter(parameter, graph.variables[variable].shape, tied_to))
         # Epilogue.
         epilogue = _with_losses(draft.epilogue)
-        kept = sum(kept_by_epilogue((operation,), elements) for operation, elements in epilogue)
+        followers = (*(operation for operation, _ in epilogue[1:]), "")
+        # The activation of a gate is computed again from the gate, as in `kept_by_epilogue`.
+        kept = sum(
+            kept_by_epilogue((operation,), elements)
+            for (operation, elements), follower in zip(epilogue, followers)
+            if follower not in GATES
+        )
         layers.append(
             replace(
                 draft.layer,

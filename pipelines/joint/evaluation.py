@@ -12,15 +12,7 @@ the steady state.  A single stage is not simulated: its step is N (forward + bac
 in k = :data:`autoddl.costmodel.workload.NUM_BUCKETS` equal buckets, one after the other.  A bucket begins when a k-th of the
 backward pass B has made it. So of an all-reduce A the part max(A / k, A - (1 - 1/k) B) comes after the backward pass.
 
-**Memory** of a device of worker w, where K(s) is the largest number of micro-batches of stage s in flight there:
-
-    state(s) + (versions(s) - 1) weights(s) + K(s) kept(s) + recomputed(s) + largest buffer
-    with recomputation of the stage: K(s) input(s) + L(s) kept(s) instead of K(s) kept(s)
-
-where L(s) micro-batches are between their second forward pass and the end of their backward pass, and recomputed(s) are the
-activations of one block, if blocks are recomputed one by one.  If a worker holds several stages, their activations are added up at
-every moment, and the largest sum counts.  (The search adds up the peaks of the stages instead, :mod:`.stage_search`.  That is an
-upper bound.)
+**Memory** of the devices: :mod:`.worker_memory`.
 
 **Breakdown of the step** on the busiest worker: step = compute + communication inside its stages + bubble + exposed communication.
 Exposed communication is the difference of the simulated steps with and without transfers, and with and without all-reduces.
@@ -38,7 +30,6 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import NUM_BUCKETS, Workload
 
-from ..memory import activations_alive, peak_activations, stashed_inputs_alive, weight_versions
 from ..planners.inflight import in_flight
 from ..schedule import Kind, Schedule
 from ..simulator import simulate
@@ -56,11 +47,11 @@ from .boundary import (
 from .configuration import Configuration, PipelineSchedule, StageChoice, recomputed_inside
 from .meshes import Meshes, StageMesh
 from .partition import ENTRY, Chain, StageGraph
+from .worker_memory import WorkerMemory, memory_of
 
 __all__ = [
     "Evaluation",
     "StageFigures",
-    "WorkerMemory",
     "evaluate",
     "evaluate_unpipelined",
     "step_of",
@@ -134,30 +125,6 @@ class StageFigures:
             self.forward_passes * layer.forward_communication_s + self.backward_passes * layer.backward_communication_s
             for layer in self.assessment.layers
         )
-
-
-@dataclass(frozen=True)
-class WorkerMemory:
-    """What the memory of each device of one worker is used for, in bytes.
-
-    Attributes:
-        weight_bytes: Parameters, in the compute type; a part of the state.
-        state_bytes: Parameters, gradients and optimizer states.
-        older_weight_bytes: Older versions of the parameters, which asynchronous schedules keep.
-        activation_bytes: Activations at the moment at which they need the most memory.
-        buffer_bytes: Largest buffer of a layer.
-    """
-
-    weight_bytes: float
-    state_bytes: float
-    older_weight_bytes: float
-    activation_bytes: float
-    buffer_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        """The sum of all parts."""
-        return self.state_bytes + self.older_weight_bytes + self.activation_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -610,57 +577,3 @@ def _all_reduce_s(
         )
         for layer in layers
     )
-
-
-def memory_of(
-    schedule: Schedule,
-    stages: Sequence[StageFigures],
-    recomputing: Sequence[bool],
-    flights: Sequence[dict[tuple[int, int], float]],
-) -> tuple[WorkerMemory, ...]:
-    """Return what the memory of each device of every worker is used for, by the formula in the module's docstring.
-
-    Args:
-        schedule: The schedule.
-        stages: Memory of every stage.
-        recomputing: Per stage, whether the whole stage is recomputed.
-        flights: Per worker, the largest number of micro-batches in flight, by (pipeline, stage).
-    """
-    versions = {} if schedule.is_synchronous else weight_versions(schedule)
-    common_peaks = _common_peaks(schedule, stages, recomputing)
-    memory = []
-    for worker in range(schedule.num_workers):
-        held = schedule.stages_on(worker)
-        own = [stages[stage] for _, stage in held]
-        if len(held) > 1:
-            activations = common_peaks[worker]
-        else:
-            ((_, stage),), (figures,), count = held, own, flights[worker][held[0]]
-            activations = count * figures.kept_bytes
-            if recomputing[stage]:
-                running = peak_activations(schedule)[worker]
-                activations = count * figures.input_bytes + running * figures.kept_bytes
-        memory.append(
-            WorkerMemory(
-                weight_bytes=sum(figures.weight_bytes for figures in own),
-                state_bytes=sum(figures.state_bytes for figures in own),
-                older_weight_bytes=sum(
-                    (versions.get(key, 1) - 1) * figures.weight_bytes for key, figures in zip(held, own)
-                ),
-                # One block is recomputed at a time, and one layer runs at a time.
-                activation_bytes=activations + max(figures.recomputed_bytes for figures in own),
-                buffer_bytes=max(figures.buffer_bytes for figures in own),
-            )
-        )
-    return tuple(memory)
-
-
-def _common_peaks(schedule: Schedule, stages: Sequence[StageFigures], recomputing: Sequence[bool]) -> tuple[float, ...]:
-    """The largest sum, per worker, of the activations of all its stages at any moment; zeros if workers hold one stage each."""
-    if all(len(schedule.stages_on(worker)) == 1 for worker in range(schedule.num_workers)):
-        return (0.0,) * schedule.num_workers
-    alive = activations_alive(schedule, [figures.kept_bytes for figures in stages])
-    if any(recomputing):
-        inputs = stashed_inputs_alive(schedule, [figures.input_bytes for figures in stages])
-        alive = tuple(one + other for one, other in zip(alive, inputs))
-    return tuple(float(sums.max(initial=0.0)) for sums in alive)

@@ -353,7 +353,7 @@ class BruteForce:
         return fullest
 
     def memory(self, program: Program, batch: Batch) -> np.ndarray:
-        """Bytes of a device of the fullest worker (formula: :mod:`autoddl.pipelines.joint.evaluation`)."""
+        """Bytes of a device of the fullest worker (formula: :mod:`autoddl.pipelines.joint.worker_memory`)."""
         fullest = np.zeros(1)
         alone = [len(held) == 1 for held in program.most_in_flight]
         if any(alone):
