@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoddl.pipelines.joint.result import PlanResult
     from autoddl.search.planner import BaselineFigures, Planned
 
-__all__ = ["MAX_ENUMERATION", "compare", "load", "load_plan", "plan"]
+__all__ = ["MAX_ENUMERATION", "compare", "load", "load_plan", "plan", "plan_of_result"]
 
 #: Maximum number of assignments that `compare` enumerates if the method ``exhaustive`` is not named.
 MAX_ENUMERATION = 10**9
@@ -167,6 +167,11 @@ def _searched_plan(result: PlanResult, stop: Stop | None) -> Plan:
 
     trust = trust_of(result, stop)
     return _plan_of(result, planfile.plan_document(result, trust), search=result, trust=trust)
+
+
+def plan_of_result(result: PlanResult) -> Plan:
+    """Return the plan of a planner's result, or of a priced configuration, without its trust."""
+    return _plan_of(result, planfile.plan_document(result), search=result)
 
 
 def _plan_of(source: PlanResult | planfile.PlanFile, document: dict[str, Any], **more: Any) -> Plan:
