@@ -11,7 +11,8 @@
   file.  A `Plan` can be printed, explained, exported and verified.  `models` and `clusters` list the built-in models and clusters;
   `extract` builds the layer graph of a OneFlow module, and `load_graph` reads a saved one.
 - **Prices**: `price` prices a configuration that you run, without a search, as a plan; `distance` compares it with the best plan
-  and names the single change that gains most.  `price_runs` predicts training runs that were measured.
+  and names the single change that gains most; `nearest_uniform` finds the best configuration that Megatron-LM's flags can describe.
+  `price_runs` predicts training runs that were measured.
 - **Schedules**: `schedule` generates a pipeline schedule, and `schedule_families` lists the families.  `pipeline` runs the planners
   of DAPPLE, Chimera and WPipe on profiled models.
 - **Clusters**: `calibrate` measures this system, `fit` fits a cluster to measurements, and `predict` and `rank` test a cluster.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from autoddl.search.planner import InfeasibleError
 
     from .api.catalogue import BuiltInModel, clusters, models
-    from .api.configured import PlanDistance, distance, price
+    from .api.configured import PlanDistance, UniformPlan, distance, nearest_uniform, price
     from .api.figures import PlannedLayer, PlannedStage
     from .api.frames import MissingPackageError
     from .api.inputs import extract
@@ -77,6 +78,7 @@ __all__ = [
     "StopRequestedError",
     "Timeline",
     "Training",
+    "UniformPlan",
     "UserError",
     "Verification",
     "__version__",
@@ -95,6 +97,7 @@ __all__ = [
     "load_oneflow",
     "load_plan",
     "models",
+    "nearest_uniform",
     "pipeline",
     "plan",
     "predict",
@@ -111,7 +114,7 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "api.catalogue": ("BuiltInModel", "clusters", "models"),
-        "api.configured": ("PlanDistance", "distance", "price"),
+        "api.configured": ("PlanDistance", "UniformPlan", "distance", "nearest_uniform", "price"),
         "api.figures": ("PlannedLayer", "PlannedStage"),
         "api.frames": ("MissingPackageError",),
         "api.inputs": ("extract",),

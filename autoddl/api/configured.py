@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import MAX_SECONDS
 from autoddl.costmodel.suggestions import unknown
 from autoddl.costmodel.units import format_seconds
 from autoddl.costmodel.workload import Workload
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ..megatronflags import MegatronRun
     from ..text.tables import Text
 
-__all__ = ["RECOMPUTE_WORDS", "PlanDistance", "PricingOptions", "distance", "price"]
+__all__ = ["RECOMPUTE_WORDS", "PlanDistance", "PricingOptions", "UniformPlan", "distance", "nearest_uniform", "price"]
 
 #: The words of ``recompute``: those of Megatron-LM, and ours; with the way of recomputation that each stands for.
 RECOMPUTE_WORDS: Mapping[str, str] = {**RECOMPUTATIONS, "layers": "layers", "blocks": "blocks"}
@@ -312,3 +313,108 @@ def distance(
         **{name: getattr(base, name) for name in names},
     )
     return PlanDistance(plan, best, changes)
+
+
+# ---- The nearest uniform configuration -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class UniformPlan(Result):
+    """The best uniform configuration for the training options of a plan: what Megatron-LM's flags can describe.
+
+    Attributes:
+        plan: The plan that it is compared with.
+        uniform: The uniform configuration as a priced plan; None if none fits, or none was found in time.
+        flags: Its flags of Megatron-LM, in groups; without those of the model's sizes if there are none.
+        num_evaluated: Number of configurations that were evaluated.
+        is_finished: Whether no other uniform configuration can be faster; False if the time limit ended the search.
+        megatron_step_s: Step of the configuration as Megatron-LM executes it: gradients in float32, gathered inputs gathered again.
+    """
+
+    plan: Plan
+    uniform: Plan | None
+    flags: tuple[str, ...]
+    num_evaluated: int
+    is_finished: bool
+    megatron_step_s: float
+
+    @property
+    def excess(self) -> float | None:
+        """By which part its step is longer than that of the plan: what uniformity costs."""
+        return None if self.uniform is None else self.uniform.step_s / self.plan.step_s - 1
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {
+            "format": "autoddl-uniform",
+            "version": 1,
+            "flags": list(self.flags),
+            "step_s": None if self.uniform is None else self.uniform.step_s,
+            "plan_step_s": self.plan.step_s,
+            "excess": self.excess,
+            "megatron_step_s": None if self.uniform is None else self.megatron_step_s,
+            "evaluated": self.num_evaluated,
+            "finished": self.is_finished,
+        }
+
+    @property
+    def text(self) -> Text:
+        from ..text.prices import uniform_text
+
+        return uniform_text(self)
+
+    def __repr__(self) -> str:
+        what = "none" if self.uniform is None else f"{format_seconds(self.uniform.step_s)}, {self.excess:+.1%}"
+        return f"<UniformPlan for {self.plan.model}: {what}>"
+
+
+#: Default time limit of the search for the best uniform configuration, in seconds of processor time.
+UNIFORM_TIME_LIMIT_S = 20.0
+
+
+def nearest_uniform(
+    plan: Plan, *, time_limit_s: float = UNIFORM_TIME_LIMIT_S, stop: Stop | None = None
+) -> UniformPlan:
+    """Search for the best uniform configuration for the model, the batch and the training options of a plan.
+
+    All tensor parallel degrees, numbers of stages and replicas, micro-batches and interleavings are considered, with
+    the recomputations of Megatron-LM.
+
+    Args:
+        plan: A plan.
+        time_limit_s: Limit on the processor time of the search, in seconds.
+        stop: A `Stop`.  When it is requested, the best configuration so far is returned.
+
+    Raises:
+        UserError: If the time limit is out of range.
+
+    >>> import autoddl
+    >>> plan = autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128)
+    >>> found = autoddl.nearest_uniform(plan)
+    >>> found.is_finished, found.flags[2]
+    (True, '--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1')
+    """
+    from autoddl.costmodel.stopping import Stop as NoStop
+    from autoddl.pipelines.joint.job import job_of
+    from autoddl.pipelines.joint.neighbours import best_uniform
+    from autoddl.pipelines.joint.result import JointOptions, priced
+    from autoddl.pipelines.planners import Clock
+
+    from ..megatronflags import megatron_flags
+
+    if not 0 < time_limit_s <= MAX_SECONDS:
+        raise UserError(f"time_limit_s is {time_limit_s:g}, should be a positive number, at most {MAX_SECONDS:g}")
+    workload = plan.workload
+    names = ("batch", "precision", "optimizer", "attention", "gradients", "zero", "activations", "overlap")
+    options = Options(memory_limit_bytes=plan.memory_limit_bytes, **{name: getattr(workload, name) for name in names})
+    job = job_of(plan.graph, plan.cluster, JointOptions(options))
+    found = best_uniform(job, Clock(time_limit_s, stop or NoStop()))
+    if found is None:
+        return UniformPlan(plan, None, (), 0, True, 0.0)
+    chain, own = job.chain, found.workload
+    uniform = plan_of_result(priced(chain, plan.cluster, found.layout, own, plan.memory_limit_bytes))
+    activations = "regathered" if own.activations == "kept" else own.activations
+    of_megatron = replace(own, gradients="master", activations=activations)
+    step_s = priced(chain, plan.cluster, found.layout, of_megatron, plan.memory_limit_bytes).evaluation.step_s
+    flags = megatron_flags(plan.graph, found.layout, own)
+    return UniformPlan(plan, uniform, flags, found.num_evaluated, found.is_finished, step_s)

@@ -167,6 +167,7 @@ def _price(arguments: argparse.Namespace) -> int:
         return exit_code
     show(plan.text, arguments)
     if found is not None:
+        print()
         show(found.text, arguments)
     if arguments.output:
         print(f"\nWritten to {arguments.output}")
