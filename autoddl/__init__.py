@@ -10,6 +10,9 @@
 - **Plans**: `plan` searches for the best plan, `compare` compares search methods and baselines, and `load` reads a plan from a
   file.  A `Plan` can be printed, explained, exported and verified.  `models` and `clusters` list the built-in models and clusters;
   `extract` builds the layer graph of a OneFlow module, and `load_graph` reads a saved one.
+- **Prices**: `price` prices a configuration that you run, without a search, as a plan; `distance` compares it with the best plan
+  and names the single change that gains most; `nearest_uniform` finds the best configuration that Megatron-LM's flags can describe.
+  `price_runs` predicts training runs that were measured.
 - **Schedules**: `schedule` generates a pipeline schedule, and `schedule_families` lists the families.  `pipeline` runs the planners
   of DAPPLE, Chimera and WPipe on profiled models.
 - **Clusters**: `calibrate` measures this system, `fit` fits a cluster to measurements, and `predict` and `rank` test a cluster.
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from autoddl.search.planner import InfeasibleError
 
     from .api.catalogue import BuiltInModel, clusters, models
+    from .api.configured import PlanDistance, UniformPlan, distance, nearest_uniform, price
     from .api.figures import PlannedLayer, PlannedStage
     from .api.frames import MissingPackageError
     from .api.inputs import extract
@@ -64,6 +68,7 @@ __all__ = [
     "MissingPackageError",
     "PipelinePlan",
     "Plan",
+    "PlanDistance",
     "PlannedLayer",
     "PlannedStage",
     "Ranking",
@@ -73,6 +78,7 @@ __all__ = [
     "StopRequestedError",
     "Timeline",
     "Training",
+    "UniformPlan",
     "UserError",
     "Verification",
     "__version__",
@@ -80,6 +86,7 @@ __all__ = [
     "calibrate",
     "clusters",
     "compare",
+    "distance",
     "extract",
     "fit",
     "fit_runs",
@@ -90,9 +97,11 @@ __all__ = [
     "load_oneflow",
     "load_plan",
     "models",
+    "nearest_uniform",
     "pipeline",
     "plan",
     "predict",
+    "price",
     "price_runs",
     "rank",
     "schedule",
@@ -105,6 +114,7 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "api.catalogue": ("BuiltInModel", "clusters", "models"),
+        "api.configured": ("PlanDistance", "UniformPlan", "distance", "nearest_uniform", "price"),
         "api.figures": ("PlannedLayer", "PlannedStage"),
         "api.frames": ("MissingPackageError",),
         "api.inputs": ("extract",),

@@ -56,7 +56,8 @@ from autoddl.pipelines.joint.evaluation import evaluate_unpipelined
 from autoddl.pipelines.joint.megatron_trials import NOTE
 from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.pipelines.joint.partition import chain_of
-from autoddl.pipelines.joint.result import JointOptions, baseline_how
+from autoddl.pipelines.joint.result import PRICED, JointOptions, baseline_how
+from autoddl.pipelines.joint.start import START_NOTE
 from autoddl.search import METHODS, Status
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.executorcost import executor_note_start
@@ -182,12 +183,13 @@ def check_claims(plan: PlanFile, fields: Fields, facts: Mapping[str, Any]) -> No
     """
     objective = _read_choice(fields, "objective", OBJECTIVES)
     limit = fields.number("memory_limit_bytes", exclusive=True)
-    if fields.number("memory_bytes") > limit * (1 + _TOLERANCE):
+    status = fields.get("status")
+    if fields.number("memory_bytes") > limit * (1 + _TOLERANCE) and status != PRICED:
         raise UserError(
             f"{fields.where}: memory_limit_bytes is {limit:g}, less than its memory_bytes {facts['memory_bytes']:g}"
         )
-    if fields.get("status") == EDITED:
-        _check_without_claims(fields, facts, unclaimed_document(facts, objective, limit))
+    if status in (EDITED, PRICED):
+        _check_without_claims(fields, facts, unclaimed_document(facts, objective, limit, str(status)))
         return
     claims = _Claims(plan, fields, objective, limit)
     claims.check_certificate()
@@ -198,7 +200,7 @@ def check_claims(plan: PlanFile, fields: Fields, facts: Mapping[str, Any]) -> No
 
 
 def _check_without_claims(fields: Fields, facts: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check that the document of a plan that was edited contains no claims."""
+    """Check that the document of a plan that was edited, or priced without a search, contains no claims."""
     for name, value in expected.items():
         if name not in facts and name not in SEAL:
             _compare(fields.where, name, fields.get(name), value, 0.0)
@@ -473,7 +475,7 @@ class _Claims:
         notes, expected = self.fields.texts("notes"), [*plan.graph.notes, *of_trust]
         if list(notes[: len(expected)]) != expected:
             raise self.fault(f"notes are {show_json(list(notes))}, should begin with {show_json(expected)}")
-        more = notes[len(expected) :]
+        more = [note for note in notes[len(expected) :] if not note.startswith(START_NOTE)]
         if self.plan.executor != EAGER:
             if len(more) != 1 or not more[0].startswith(executor_note_start(self.plan.executor)):
                 raise self.fault(f"notes are {show_json(list(notes))}, should end with what its executor costs")

@@ -24,8 +24,10 @@ trust                  :func:`.trusting.trust_document`; null if the cluster is 
 =====================  =============================================================================================================
 
 ``hashes`` holds the hash of every member, except ``hashes`` and ``content_hash``; so it shows which member was edited.
-``content_hash`` is the hash of ``hashes``, and with it of the whole content.  If the claims of an edited plan were dropped, its
-status is :data:`EDITED` and its claims are null or empty.
+``content_hash`` is the hash of ``hashes``, and with it of the whole content.
+
+Plans without a search have no claims: all claims are null or empty.  Their status is :data:`EDITED` if the claims of an edited plan
+were dropped, and :data:`.result.PRICED` if the user gave the configuration, which was only priced.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
+from autoddl.costmodel.units import format_bytes
 from autoddl.pipelines.joint.evaluation import Evaluation
-from autoddl.pipelines.joint.result import JointOptions, PlanResult, Rival
+from autoddl.pipelines.joint.result import PRICED, JointOptions, PlanResult, Rival
 from autoddl.search.planner import Candidate
 
 from .stagedocument import stage_facts
@@ -52,9 +55,11 @@ __all__ = [
     "FORMAT",
     "MEMBERS",
     "NOT_CLAIMED",
+    "NOT_SEARCHED",
     "OPTIONAL",
     "RIVAL_FIGURES",
     "SEAL",
+    "UNCLAIMED",
     "VERSION",
     "executor_of",
     "facts_of",
@@ -63,6 +68,7 @@ __all__ = [
     "method_of",
     "plan_document",
     "sealed",
+    "too_large_note",
     "unclaimed_document",
 ]
 
@@ -73,8 +79,10 @@ VERSION = 4
 EDITED = "edited"
 #: Text that stands for the claims of such a plan.
 NOT_CLAIMED = "not claimed: the plan was edited"
-#: The method of such a plan.
-BY_HAND = "by hand"
+#: Text that stands for the claims of a plan that was priced without a search.
+NOT_SEARCHED = "not searched: the configuration was given"
+#: By the status of a plan without claims: its method, and the text that stands for its claims.
+UNCLAIMED = {EDITED: ("by hand", NOT_CLAIMED), PRICED: ("given", NOT_SEARCHED)}
 
 #: All members, in the order in which they are written.
 MEMBERS = (
@@ -191,6 +199,9 @@ def plan_document(result: PlanResult, trusted: PlanTrust | None = None) -> dict[
         result: the result.
         trusted: how far the plan can be trusted; None if the cluster is not calibrated.
     """
+    if result.layout is not None:
+        facts = facts_of(result.graph, result.evaluation)
+        return unclaimed_document(facts, result.options.base.objective, result.memory_limit_bytes, PRICED)
     options, considered = option_fields(result.options), result.considered
     claims = {
         "method": method_of(result.options),
@@ -220,29 +231,44 @@ def plan_document(result: PlanResult, trusted: PlanTrust | None = None) -> dict[
     return sealed({**facts_of(result.graph, result.evaluation, result.options.base.executor), **claims})
 
 
-def unclaimed_document(facts: Mapping[str, Any], objective: str, memory_limit_bytes: float) -> dict[str, Any]:
-    """Return the document of a plan that was edited: its facts, without claims.
+def unclaimed_document(
+    facts: Mapping[str, Any], objective: str, memory_limit_bytes: float, status: str = EDITED
+) -> dict[str, Any]:
+    """Return the document of a plan without a search: its facts, without claims.
 
     Args:
-        facts: the inputs and facts of the edited plan, from :func:`facts_of`.
-        objective: what the search minimised before the plan was edited.
-        memory_limit_bytes: the memory limit before the plan was edited.
+        facts: the inputs and facts of the plan, from :func:`facts_of`.
+        objective: what the search minimised before the plan was edited; ``step`` for a plan that was priced.
+        memory_limit_bytes: the memory limit.
+        status: why there are no claims, one of :data:`UNCLAIMED`.
     """
     dropped = ("optimal", "lower_bound_s", "gap", "search_s", "space_size", "evaluations", "options", "search", "trust")
     return sealed(
         {
             **facts,
             **dict.fromkeys(dropped),
-            "method": BY_HAND,
+            "method": UNCLAIMED[status][0],
             "objective": objective,
-            "status": EDITED,
+            "status": status,
             "memory_limit_bytes": memory_limit_bytes,
             "options_hash": canonical_hash(None),
             "rivals": [],
             "candidates": [],
-            "notes": list(facts["graph"]["notes"]),
+            "notes": [*facts["graph"]["notes"], *too_large_note(facts["memory_bytes"], memory_limit_bytes)],
         }
     )
+
+
+def too_large_note(memory_bytes: float, limit_bytes: float) -> tuple[str, ...]:
+    """Return the note that a plan does not fit in memory; none if it does.
+
+    >>> too_large_note(3 * 2**30, 2**31)
+    ('it does not fit: a device needs 3 GiB, the limit is 2 GiB',)
+    """
+    if memory_bytes <= limit_bytes:
+        return ()
+    needed, limit = format_bytes(memory_bytes), format_bytes(limit_bytes)
+    return (f"it does not fit: a device needs {needed}, the limit is {limit}",)
 
 
 def method_of(options: JointOptions) -> str:

@@ -29,8 +29,8 @@ from autoddl.pipelines.joint.partition import chain_of
 
 from .claims import check_claims, check_facts, edited_member
 from .plandocument import (
-    EDITED,
     FORMAT,
+    UNCLAIMED,
     VERSION,
     executor_of,
     facts_of,
@@ -91,8 +91,8 @@ class PlanFile:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the plan has the claims of its search; False if it was edited."""
-        return self.document["status"] != EDITED
+        """Whether the plan has the claims of its search; False if it was edited, or priced without a search."""
+        return self.document["status"] not in UNCLAIMED
 
     def check_graph(self, graph: LayerGraph) -> None:
         """Check that the plan was made for a graph.

@@ -34,6 +34,7 @@ from .sweep import (
     InfeasibleError,
     NothingFoundError,
     PriceBooks,
+    StartPlan,
     Sweep,
     is_offered,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "NothingFoundError",
     "Options",
     "Planned",
+    "StartPlan",
     "end_of",
     "make_plan",
 ]
@@ -71,6 +73,7 @@ class Planned:
         is_interrupted: whether a stop was requested, so that settings may have been left out.
         taken_from: name of the baseline whose plan this is, if no search found a better one; else empty.
         notes: remarks for the reader, in addition to those of the graph.
+        start_fault: why the plan of the user, which the search was to start from, is not in the space; empty if it is.
         all_strategies: the best plan of all strategies, if the options restrict them to those of an executor; None if they do not,
             or if the search was interrupted before.
     """
@@ -92,6 +95,7 @@ class Planned:
     is_interrupted: bool = False
     taken_from: str = ""
     notes: tuple[str, ...] = ()
+    start_fault: str = ""
     all_strategies: AllStrategies | None = None
 
     @property
@@ -149,10 +153,11 @@ def make_plan(
     with_baselines: bool = True,
     stop: Stop | None = None,
     known: Sequence[BaselineFigures] = (),
+    start: StartPlan | None = None,
 ) -> Planned:
     """Find the best plan that the options allow, and verify it against the layer graph.
 
-    The plan is never worse than a baseline of the same search space.
+    The plan is never worse than a baseline of the same search space, nor than ``start``, if that is in the space.
 
     Args:
         graph: the model.
@@ -163,6 +168,7 @@ def make_plan(
             handler, it raises `KeyboardInterrupt`, and there is no plan.
         known: figures of the baselines, if another call with the same options (but for the method) has computed them already.
             That call has also found out what the executor costs, which is then not repeated.
+        start: a plan of the user, which is the first incumbent if it is in the space.
 
     Raises:
         StopRequestedError: the stop was requested before any plan was known.
@@ -176,7 +182,7 @@ def make_plan(
         figures = tuple(baseline_figures(graph, cluster, books.problems(options, untied=False), limit, stop))
     is_restricted = options.executor != EAGER
     try:
-        best, lower, sweeps = _best_of_families(books, options, limit, figures, stop)
+        best, lower, sweeps = _best_of_families(books, options, limit, figures, stop, start)
     except InfeasibleError as error:
         if not is_restricted:
             raise
@@ -219,12 +225,19 @@ def make_plan(
         is_interrupted=stop.is_requested,
         taken_from=best.taken_from,
         notes=(executor_note(options, cost, optimal, everything),) if is_compared else (),
+        # With several families of meshes, it is in the space if it is in one of them.
+        start_fault=min((sweep.start_fault for sweep in sweeps), key=bool),
         all_strategies=everything,
     )
 
 
 def _best_of_families(
-    books: PriceBooks, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop
+    books: PriceBooks,
+    options: Options,
+    limit: float,
+    figures: Sequence[BaselineFigures],
+    stop: Stop,
+    start: StartPlan | None = None,
 ) -> tuple[BestPlan, float, list[Sweep]]:
     """Sweep every family of meshes of the executor; an eager one has a single family.
 
@@ -241,7 +254,7 @@ def _best_of_families(
     for executor in families:
         if stop.is_requested and found:
             break
-        sweep = Sweep(books, replace(options, executor=executor), limit, figures, stop)
+        sweep = Sweep(books, replace(options, executor=executor), limit, figures, stop, start=start)
         try:
             found.append(sweep.run())
             sweeps.append(sweep)

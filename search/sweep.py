@@ -58,6 +58,7 @@ __all__ = [
     "InfeasibleError",
     "NothingFoundError",
     "PriceBooks",
+    "StartPlan",
     "Sweep",
     "is_offered",
     "smallest_limit",
@@ -131,6 +132,20 @@ class _Setting:
     problem: Problem
     bound: float
     bracket: Bracket | None = None
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """A plan that the user gives as the first one of the search.
+
+    Attributes:
+        name: what to call it, such as the path of its file.
+        workload, strategies: of the plan.
+    """
+
+    name: str
+    workload: Workload
+    strategies: Mapping[str, Strategy]
 
 
 @dataclass(frozen=True)
@@ -252,6 +267,10 @@ class Sweep:
         figures: figures of the baselines.
         stop: ends the search early.
         known: a plan in the space, from another search, that a better one is looked for; None if there is none.
+        start: a plan of the user; it is used like a baseline if it is in the space (:attr:`start_fault`).
+
+    Attributes:
+        start_fault: why the plan of the user is not in the space; empty if it is, or if there is none.
     """
 
     def __init__(
@@ -262,11 +281,20 @@ class Sweep:
         figures: Sequence[BaselineFigures],
         stop: Stop,
         known: BestPlan | None = None,
+        start: StartPlan | None = None,
     ):
         self.books, self.options, self.limit, self.stop = books, options, limit, stop
         self.graph, self.cluster = books.graph, books.cluster
         # The best baseline, and the cheapest plan of a baseline, a bracket or another search.
         self.baseline = self.known_plan = _cheapest(figures, self.graph, options)
+        self.start_fault = ""
+        if start is not None:
+            try:
+                plan = self._priced_start(start)
+                if self.baseline is None or plan.cost < self.baseline.cost:
+                    self.baseline = self.known_plan = plan
+            except UserError as fault:
+                self.start_fault = str(fault)
         if known is not None and known.result.choice is not None:
             plan = _KnownPlan(
                 known.result.cost,
@@ -285,6 +313,30 @@ class Sweep:
         self.evaluations = 0
         self.search_s = 0.0
         self._is_whole = True  # whether every setting has been priced
+
+    def _priced_start(self, start: StartPlan) -> _KnownPlan:
+        """The plan of the user with its cost.
+
+        Raises:
+            UserError: it is not in the space.
+        """
+        options, own = self.options, start.workload
+        if own.recompute not in recomputations(options, self.graph):
+            raise UserError(f"recomputation {own.recompute} is not tried")
+        workload = base_workload(self.cluster, options, own.recompute)
+        if own.batch != workload.batch:
+            raise UserError(f"its batch is {own.batch}, not {workload.batch}")
+        if options.micro_batch not in (None, own.micro_batch):
+            raise UserError(f"its micro-batch is {own.micro_batch}, not {options.micro_batch}")
+        book = self.books.book(workload, options.untied, options.executor)
+        problem = book.problem(workload.batch, own.micro_batch, options.objective, options.summa)
+        choice = problem.choice(start.strategies)
+        cost, memory = problem.table.evaluate(choice), problem.table.peak_memory(choice)
+        if memory > self.limit:
+            raise UserError(f"it needs {format_bytes(memory)} per device, the limit is {format_bytes(self.limit)}")
+        if not math.isfinite(cost):
+            raise UserError("no redistribution exists between the layouts of some layers")
+        return _KnownPlan(cost, problem.workload, start.strategies, start.name)
 
     @property
     def lower_bound(self) -> float:

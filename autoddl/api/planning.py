@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from autoddl.costmodel.assessment import Assessment
     from autoddl.pipelines.joint.result import PlanResult
+    from autoddl.pipelines.joint.start import Start
     from autoddl.search.planner import BaselineFigures, Planned
 
-__all__ = ["MAX_ENUMERATION", "compare", "load", "load_plan", "plan"]
+__all__ = ["MAX_ENUMERATION", "compare", "load", "load_plan", "plan", "plan_of_result"]
 
 #: Maximum number of assignments that `compare` enumerates if the method ``exhaustive`` is not named.
 MAX_ENUMERATION = 10**9
@@ -48,6 +49,7 @@ def plan(
     pipeline: str | None = None,
     allow_stale: bool = False,
     method: str = "exact",
+    start: Plan | FilePath | None = None,
     **options: Unpack[PlanningOptions],
 ) -> Plan:
     """Find the best plan to train a model on a cluster, and prove that it is the best.
@@ -64,6 +66,8 @@ def plan(
             and ``wpipe`` use the planner of the paper of that name; None plans without a pipeline.
         allow_stale: With a pipeline, also offer asynchronous schedules, which compute with weights of earlier updates.
         method: Search method without a pipeline, one of ``autoddl.search.METHODS``.
+        start: A plan, or the file of one, that the search starts from: the result is not slower, if the plan is in the space of the
+            search.  A note says how long its step is, or why it is not in the space.
         options: see `PlanningOptions`.
 
     Raises:
@@ -88,11 +92,22 @@ def plan(
         raise UserError("allow_stale is for pipelines; give pipeline='auto', or leave it out")
     if pipeline is not None and planner_options.executor != EAGER:
         raise UserError(f"executor={planner_options.executor!r} is for plans without a pipeline: {NO_PIPELINE}")
+    if start is not None and pipeline not in (None, "auto"):
+        raise UserError(f"start is for searches; pipeline={pipeline!r} takes the plan that the planner of a paper makes")
     graph, devices = _graph_and_cluster(model, inputs, cluster, options)
+    first = None if start is None else _start_of(start)
     with _naming_the_sequence(graph):
         if pipeline is None:
-            return _plan_without_pipeline(graph, devices, planner_options, options["stop"])
-        return _plan_with_pipeline(graph, devices, planner_options, pipeline, allow_stale, options["stop"])
+            return _plan_without_pipeline(graph, devices, planner_options, options["stop"], first)
+        return _plan_with_pipeline(graph, devices, planner_options, pipeline, allow_stale, options["stop"], first)
+
+
+def _start_of(start: Plan | FilePath) -> Start:
+    """Return the plan that a search starts from."""
+    from autoddl.pipelines.joint.start import Start
+
+    plan = start if isinstance(start, Plan) else load(start)
+    return Start(plan.where, plan.graph, plan.cluster, plan.evaluation.configuration)
 
 
 def _graph_and_cluster(
@@ -142,14 +157,22 @@ def _planner_options(method: str, options: PlanningOptions) -> Options:
     return Options(**{field.name: values[field.name] for field in fields(Options)})
 
 
-def _plan_without_pipeline(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None) -> Plan:
+def _plan_without_pipeline(
+    graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None, start: Start | None
+) -> Plan:
     from autoddl.pipelines.joint.megatron_trials import plan_alone
 
-    return _searched_plan(plan_alone(graph, cluster, options, stop), stop)
+    return _searched_plan(plan_alone(graph, cluster, options, stop, start), stop)
 
 
 def _plan_with_pipeline(
-    graph: LayerGraph, cluster: Cluster, options: Options, pipeline: str, allow_stale: bool, stop: Stop | None
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: Options,
+    pipeline: str,
+    allow_stale: bool,
+    stop: Stop | None,
+    start: Start | None,
 ) -> Plan:
     from autoddl.pipelines.joint.planner import plan_jointly
     from autoddl.pipelines.joint.result import JointOptions
@@ -157,7 +180,7 @@ def _plan_with_pipeline(
 
     joint_options = JointOptions(options, pipeline, allow_stale)
     with progress_bar("pipelines", disable=True if options.quiet else None) as progress:
-        result = plan_jointly(graph, cluster, joint_options, progress, stop)
+        result = plan_jointly(graph, cluster, joint_options, progress, stop, start)
     return _searched_plan(result, stop)
 
 
@@ -167,6 +190,11 @@ def _searched_plan(result: PlanResult, stop: Stop | None) -> Plan:
 
     trust = trust_of(result, stop)
     return _plan_of(result, planfile.plan_document(result, trust), search=result, trust=trust)
+
+
+def plan_of_result(result: PlanResult) -> Plan:
+    """Return the plan of a planner's result, or of a priced configuration, without its trust."""
+    return _plan_of(result, planfile.plan_document(result), search=result)
 
 
 def _plan_of(source: PlanResult | planfile.PlanFile, document: dict[str, Any], **more: Any) -> Plan:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_SECONDS
+from autoddl.pipelines.joint.utilisation import tokens_per_s_per_device
 
 from .. import planfile
 from ..explain import explain, view_of
@@ -75,7 +76,8 @@ class Plan(planfile.PlanFile):
 
     @property
     def status(self) -> str:
-        """How the search ended: ``optimal``, ``limit reached`` or ``interrupted``; ``edited`` if the plan was edited."""
+        """How the search ended: ``optimal``, ``limit reached`` or ``interrupted``; ``edited`` if the plan was edited, ``priced`` if
+        the configuration was given."""
         return str(self.document["status"])
 
     @property
@@ -99,6 +101,24 @@ class Plan(planfile.PlanFile):
         return self.view.rate
 
     @property
+    def tokens_per_s_per_device(self) -> float | None:
+        """Throughput of a device in tokens per second; None if samples are not sequences."""
+        return tokens_per_s_per_device(self.graph, self.evaluation)
+
+    @property
+    def model_flops_utilisation(self) -> float:
+        """FLOP/s of the model as a part of the peak FLOP/s of all devices.
+
+        The FLOPs of a step are 3 times those of the forward pass: attention counts in full, recomputation does not count.
+        """
+        return self.view.utilisation
+
+    @property
+    def hardware_flops_utilisation(self) -> float:
+        """FLOP/s that the devices compute as a part of their peak FLOP/s: with recomputation, without skipped scores."""
+        return self.view.hardware_utilisation
+
+    @property
     def memory_bytes(self) -> float:
         """Predicted peak memory of the device that needs the most, in bytes."""
         return float(self.document["memory_bytes"])
@@ -115,18 +135,18 @@ class Plan(planfile.PlanFile):
 
     @property
     def optimal(self) -> bool:
-        """Whether the plan is proven optimal in its search space; False if the plan was edited."""
+        """Whether the plan is proven optimal in its search space; False if the plan was edited, or priced."""
         return bool(self.document["optimal"])
 
     @property
     def lower_bound_s(self) -> float | None:
-        """Proven lower bound on the cost of every plan in the search space, in seconds; None if the plan was edited."""
+        """Proven lower bound on the cost of every plan in the search space, in seconds; None if the plan was edited, or priced."""
         bound = self.document["lower_bound_s"]
         return None if bound is None else float(bound)
 
     @property
     def gap(self) -> float | None:
-        """Largest possible improvement over this plan, as a fraction of its cost; None if the plan was edited."""
+        """Largest possible improvement over this plan, as a fraction of its cost; None if the plan was edited, or priced."""
         gap = self.document["gap"]
         return None if gap is None else float(gap)
 

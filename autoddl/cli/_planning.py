@@ -21,21 +21,31 @@ from ..api import inputs
 from ._options import add_json, add_memory_limit, add_quiet, add_wide, memory_limit_bytes
 
 __all__ = [
+    "add_batch",
     "add_cluster_arguments",
+    "add_links",
     "add_method",
     "add_model_arguments",
     "add_planning_arguments",
+    "add_workload_options",
+    "link_options",
     "cluster_of",
     "model_of",
     "planning_options",
 ]
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and the options of built-in transformers."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add MODEL and the options of built-in transformers.
+
+    Args:
+        parser: The parser of a command.
+        optional: Whether MODEL may be left out.
+    """
     parser.add_argument(
         "model",
         metavar="MODEL",
+        nargs="?" if optional else None,
         help="a name (gpt3-13b, bert-large, vgg13), sizes (gpt:24x1024, mlp:4096,1024,10), a HuggingFace config.json, "
         "a saved graph, or FILE.py:FUNCTION",
     )
@@ -47,10 +57,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cluster_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options that name a cluster and change its size."""
+def add_cluster_arguments(parser: argparse._ActionsContainer, *, optional: bool = False) -> None:
+    """Add the options that name a cluster and change its size; ``optional``: whether the cluster may be left out."""
     parser.add_argument(
-        "--cluster", required=True, metavar="CLUSTER", help=f"a cluster file, or one of {', '.join(preset_names())}"
+        "--cluster",
+        required=not optional,
+        metavar="CLUSTER",
+        help=f"a cluster file, or one of {', '.join(preset_names())}",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: that of the cluster)")
     parser.add_argument(
@@ -71,12 +84,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser, *, has_pipeline: boo
     add_model_arguments(parser)
     group = parser.add_argument_group("cluster")
     add_cluster_arguments(group)
-    group.add_argument("--latency", metavar="TIME", help="latency of every link, such as 2us (without a unit: seconds)")
-    group.add_argument(
-        "--bandwidth",
-        metavar="RATE",
-        help="bandwidth per device of every link, such as 10GB/s (without a unit: bytes/s)",
-    )
+    add_links(group)
     _add_training_options(parser)
     search_group = _add_search_options(parser, has_pipeline)
     add_wide(parser)
@@ -85,11 +93,19 @@ def add_planning_arguments(parser: argparse.ArgumentParser, *, has_pipeline: boo
     return search_group
 
 
+def add_links(group: argparse._ActionsContainer) -> None:
+    """Add the options that change the links of a cluster."""
+    group.add_argument("--latency", metavar="TIME", help="latency of every link, such as 2us (without a unit: seconds)")
+    group.add_argument(
+        "--bandwidth",
+        metavar="RATE",
+        help="bandwidth per device of every link, such as 10GB/s (without a unit: bytes/s)",
+    )
+
+
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument(
-        "--batch", type=int, metavar="B", help="samples per training step over all devices (default: 8 per device)"
-    )
+    add_batch(group)
     group.add_argument(
         "--micro-batch",
         type=int,
@@ -97,16 +113,35 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         help="samples per forward pass over all devices (default: chosen by the search)",
     )
     group.add_argument(
-        "--precision", choices=tuple(PRECISIONS), help="numeric precision (default: the usual one of the device)"
-    )
-    group.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="optimizer (default: %(default)s)"
-    )
-    group.add_argument(
         "--recompute",
         choices=("auto", "always", "never", *RECOMPUTATIONS[1:]),
         default="auto",
         help="what to recompute in the backward pass (default: %(default)s, chosen by the search)",
+    )
+    group.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default="kept",
+        help="between layers: split, with gathered inputs kept or gathered again for the backward pass; or copied "
+        "(default: %(default)s)",
+    )
+    add_workload_options(group)
+
+
+def add_batch(group: argparse._ActionsContainer) -> None:
+    """Add the option ``--batch``."""
+    group.add_argument(
+        "--batch", type=int, metavar="B", help="samples per training step over all devices (default: 8 per device)"
+    )
+
+
+def add_workload_options(group: argparse._ActionsContainer) -> None:
+    """Add the options of training that planning and pricing share."""
+    group.add_argument(
+        "--precision", choices=tuple(PRECISIONS), help="numeric precision (default: the usual one of the device)"
+    )
+    group.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="optimizer (default: %(default)s)"
     )
     group.add_argument(
         "--attention",
@@ -126,13 +161,6 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         choices=(0, 1),
         default=0,
         help="1: divide optimizer states among the devices that hold the same parameters (default: %(default)s)",
-    )
-    group.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        default="kept",
-        help="between layers: split, with gathered inputs kept or gathered again for the backward pass; or copied "
-        "(default: %(default)s)",
     )
     group.add_argument(
         "--overlap",
@@ -220,12 +248,16 @@ def model_of(arguments: argparse.Namespace) -> LayerGraph:
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     """Return the cluster with the size and the links of the options."""
     return inputs.cluster_of(
-        arguments.cluster,
-        arguments.nodes,
-        arguments.devices_per_node,
-        _quantity("--latency", arguments.latency, "time"),
-        _quantity("--bandwidth", arguments.bandwidth, "rate"),
+        arguments.cluster, arguments.nodes, arguments.devices_per_node, **link_options(arguments)
     )
+
+
+def link_options(arguments: argparse.Namespace) -> dict[str, float | None]:
+    """Return the options of links in SI units, as arguments of the library."""
+    return {
+        "latency_s": _quantity("--latency", arguments.latency, "time"),
+        "bandwidth": _quantity("--bandwidth", arguments.bandwidth, "rate"),
+    }
 
 
 def _quantity(option: str, text: str | None, quantity: str) -> float | None:

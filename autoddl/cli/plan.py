@@ -35,11 +35,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="also offer asynchronous schedules (pipedream, pipedream-2bw, wpipe), which compute with weights of earlier updates",
     )
+    parser.add_argument(
+        "--start",
+        metavar="PLAN.json",
+        help="start the search from the plan in this file, if it is in the space; the result is not slower",
+    )
+    parser.add_argument(
+        "--like",
+        choices=("megatron",),
+        help="also print the nearest uniform configuration as Megatron-LM's flags, with what uniformity costs",
+    )
     parser.add_argument("-o", "--output", metavar="PLAN.json", help="write the plan to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Find a plan, write it and print it."""
+    from ..api.configured import nearest_uniform
     from ..api.planning import plan
 
     graph, cluster = model_of(arguments), cluster_of(arguments)
@@ -51,14 +62,21 @@ def run(arguments: argparse.Namespace) -> int:
             pipeline=arguments.pipeline,
             allow_stale=arguments.allow_stale,
             method=arguments.method,
+            start=arguments.start,
             stop=interrupt.stop,
             **options,
         )
+        uniform = nearest_uniform(best, stop=interrupt.stop) if arguments.like else None
     if arguments.output:
         best.save(arguments.output)
     if arguments.json:
-        print_document(best.document)
+        print_document({**best.document, "like": uniform.document} if uniform else best.document)
     else:
-        show(best.text, arguments, *(["", f"Written to {arguments.output}"] if arguments.output else []))
+        show(best.text, arguments)
+        if uniform is not None:
+            print()
+            show(uniform.text, arguments)
+        if arguments.output:
+            print(f"\nWritten to {arguments.output}")
     verdict = "it is proven optimal" if best.optimal else f"the best one may be up to {best.gap:.2%} better"
     return interrupt.exit_code(f"this is the best plan found so far, {verdict}")

@@ -1,7 +1,8 @@
 """The figures of a plan that `explain`, `diff` and `report` share.
 
 The figures are those of the plan's evaluation.  The claims of the search (certificate, rivals, notes) are read from the plan's
-document, which :func:`autoddl.planfile.load_plan` has checked.  A plan that was edited has no certificate and no rivals.
+document, which :func:`autoddl.planfile.load_plan` has checked.  A plan that was edited, or priced without a search, has no
+certificate and no rivals.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.units import counted
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.utilisation import hardware_flops, model_flops, peak_flops
 
-from ..plandocument import NOT_CLAIMED
+from ..plandocument import UNCLAIMED
 from ..planfile import PlanFile
 from .devicememory import DeviceMemory, device_memory
 from .groups import StageGroup, stage_groups
@@ -36,8 +38,8 @@ class PlanView:
         model: name of the model.
         method: name of the search or planner that found the plan.
         objective: what the search minimised, ``step`` or ``communication``.
-        certificate: what the search proved; None for a plan that was edited.
-        strategy_space: the strategies that the search could choose from; None for a plan that was edited.
+        certificate: what the search proved; None for a plan that was edited or only priced.
+        strategy_space: the strategies that the search could choose from; None for a plan that was edited or only priced.
         memory_limit_bytes: memory limit of each device.
         parts: the parts of the step, which add up to it.
         stage_groups: groups of equal stages, with groups of their equal layers.
@@ -108,7 +110,7 @@ class PlanView:
     @property
     def verdict(self) -> str:
         """What the search proved, in a few words."""
-        return NOT_CLAIMED if self.certificate is None else self.certificate.verdict
+        return UNCLAIMED[self.fields.text("status")][1] if self.certificate is None else self.certificate.verdict
 
     @property
     def heading(self) -> str:
@@ -124,6 +126,12 @@ class PlanView:
     def utilisation(self) -> float:
         """Model FLOP/s as a part of the peak FLOP/s of all devices; recomputation does not count."""
         return peak_share(self.plan.graph, self.plan.cluster, self.plan.workload, self.rate)
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """FLOP/s that the devices compute, with recomputation, as a part of their peak FLOP/s."""
+        flops = hardware_flops(self.evaluation) / self.step_s if self.step_s else 0.0
+        return flops / peak_flops(self.plan.cluster, self.plan.workload.precision)
 
     @property
     def recomputation(self) -> str:
@@ -169,10 +177,9 @@ def batch_text(graph: LayerGraph, batch: int) -> str:
 def peak_share(graph: LayerGraph, cluster: Cluster, workload: Workload, rate: float) -> float:
     """Return the model FLOP/s at a rate [samples/s] as a part of the peak FLOP/s of all devices.
 
-    Forward and backward pass count 3 times the FLOPs of the forward pass; recomputation does not count.
+    The formula is that of :mod:`autoddl.pipelines.joint.utilisation`; recomputation does not count.
     """
-    peak_flops = cluster.num_devices * cluster.device.peak(workload.precision)
-    return 3 * graph.flops * rate / peak_flops
+    return model_flops(graph, 1) * rate / peak_flops(cluster, workload.precision)
 
 
 def view_of(plan: PlanFile, where: str = "the plan") -> PlanView:

@@ -114,7 +114,7 @@ def _certificate_figure(view: PlanView) -> tuple[str, str]:
     """Return the figure for the certificate, and its note."""
     proof = view.certificate
     if proof is None:
-        return ("none", "the plan was edited")
+        return ("none", view.verdict.partition(": ")[2])
     return ("optimal", "proven") if proof.optimal else (f"{proof.gap:.2%}", "gap at most")
 
 

@@ -11,7 +11,7 @@ from autoddl.costmodel.units import format_bytes, format_count, format_seconds
 from ..explain import PlanView, RivalFigures
 from ..explain.searched import settings_of
 from ..explain.view import batch_text
-from ..plandocument import NOT_CLAIMED
+from ..plandocument import EDITED
 from .charts import Segment, bar
 from .markup import Content, Markup, element
 from .sections import Cell, Section, collapsed, facts, nbytes, number, paragraph, scrolling, seconds, swatch, table
@@ -103,7 +103,9 @@ def certificate_section(view: PlanView) -> Section:
             "The plan was edited after the search. Its figures on this page are computed for the edited plan; the search's bounds, "
             "baselines and trust do not apply to it."
         )
-        return Section("certificate", "Certificate", NOT_CLAIMED.capitalize(), (paragraph(lead, class_="lead"),))
+        if view.fields.text("status") != EDITED:
+            lead = "The configuration was given and priced; whether others are better was not searched."
+        return Section("certificate", "Certificate", view.verdict.capitalize(), (paragraph(lead, class_="lead"),))
     size = format_count(proof.space_size)
     if not proof.space_size:
         size = "not counted"
@@ -187,7 +189,7 @@ def trust_section(view: PlanView) -> Section:
     calibration = view.plan.cluster.calibration
     if view.fields.get("trust") is None:
         if not view.plan.is_claimed:
-            finding = NOT_CLAIMED.capitalize()
+            finding = view.verdict.capitalize()
             text = "Plan again to learn how probable it is that this plan is the best one."
         elif calibration is None:
             finding = f"{view.plan.cluster.name} is not calibrated: the uncertainty of its figures is unknown"

@@ -28,6 +28,7 @@ from autoddl.pipelines.joint.rivals import describe
 from ..explain.view import batch_text, peak_share, plan_heading
 from ..trusting import PlanTrust
 from .layers import heading, layouts_of, legend, place, repeated
+from .prices import priced_sections
 from .tables import Column, Section, Table, Text
 from .trust import trust_section
 
@@ -42,12 +43,12 @@ def plan_text(result: PlanResult, trusted: PlanTrust | None = None) -> Text:
         trusted: how far the plan can be trusted on its calibrated cluster; None if the cluster is not calibrated.
     """
     notes = [*result.graph.notes, *(trusted.notes if trusted else ()), *result.notes]
+    tables = (_heading(result), _stages(result.evaluation), _layers(result.evaluation), _totals(result))
+    if result.layout is not None:
+        return Text((*tables, *priced_sections(result), notes_section(notes)))
     return Text(
         (
-            _heading(result),
-            _stages(result.evaluation),
-            _layers(result.evaluation),
-            _totals(result),
+            *tables,
             _rivals(result),
             _differences(result),
             _certificate(result),

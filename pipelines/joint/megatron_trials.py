@@ -33,12 +33,13 @@ from autoddl.search.planner import InfeasibleError, Options, make_plan
 
 from ..planners import Clock
 from .configuration import Configuration, PipelineSchedule, StageChoice
-from .evaluation import Evaluation, evaluate
+from .evaluation import Evaluation, evaluate, evaluate_unpipelined
 from .job import PlanningJob, job_of
 from .meshes import StageMesh, stage_meshes
-from .partition import Chain
+from .partition import Chain, chain_of
 from .result import JointOptions, PlanResult, unpipelined
 from .rivals import RIVAL_FAMILIES, describe, describe_common_strategy
+from .start import Start, start_note, start_problem
 
 __all__ = ["NOTE", "megatron_trials", "plan_alone"]
 
@@ -55,7 +56,13 @@ _MAX_PASSES = 4096
 _MIN_IMPROVEMENT = 1e-3
 
 
-def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None = None) -> PlanResult:
+def plan_alone(
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: Options,
+    stop: Stop | None = None,
+    start: Start | None = None,
+) -> PlanResult:
     """Plan without a pipeline, by :func:`autoddl.search.planner.make_plan`; add a note if trials find a faster pipeline.
 
     Args:
@@ -63,6 +70,7 @@ def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop
         cluster: The devices and their network.
         options: The options of the planner without pipelines.
         stop: Ends planning early with the best plan so far.
+        start: A plan of the user, which is the first incumbent if it is in the space; else a note says why it is not.
 
     Raises:
         StopRequestedError: the stop was requested before any plan was known.
@@ -77,17 +85,34 @@ def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop
     ('optimal', ())
     """
     stop = stop or Stop()
+    outside = "" if start is None else start_problem(start, graph, cluster)
+    if start is not None and start.has_pipeline:
+        outside = outside or "it has a pipeline, which pipeline='auto' searches"
     try:
-        planned = unpipelined(make_plan(graph, cluster, options, stop=stop))
+        first = None if start is None or outside else start.without_pipeline
+        made = make_plan(graph, cluster, options, stop=stop, start=first)
+        planned = unpipelined(made)
     except InfeasibleError as error:
         if _faster_pipeline(graph, cluster, options, math.inf, stop) is None:
             raise
         raise InfeasibleError(f"{error}; with a pipeline it fits: pipeline='auto'") from None
+    if start is not None:
+        planned = replace(planned, notes=(_start_note(planned, start, outside or made.start_fault), *planned.notes))
     pipeline = _faster_pipeline(graph, cluster, options, planned.evaluation.step_s, stop)
     # The trials of an interrupted run are incomplete: return the plan without their note.
     if pipeline is None or stop.is_requested:
         return planned
     return replace(planned, notes=(*planned.notes, _note(pipeline, planned.evaluation.step_s)))
+
+
+def _start_note(planned: PlanResult, start: Start, fault: str) -> str:
+    """The note on the plan of the user, with its step."""
+    if fault:
+        return start_note(start.name, fault, None)
+    own, chosen = start.without_pipeline, planned.workload
+    workload = replace(chosen, micro_batch=own.workload.micro_batch, recompute=own.workload.recompute)
+    first = evaluate_unpipelined(chain_of(planned.graph), planned.cluster, workload, own.strategies)
+    return start_note(start.name, "", first.step_s)
 
 
 def _faster_pipeline(

@@ -3,7 +3,7 @@
 With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
 
 1.  **Without a pipeline.**  The planner without pipelines (:mod:`autoddl.search.planner`) finds the best plan of one stage, which
-    is a member of the joint space.
+    is a member of the joint space.  It is the first incumbent, unless the user gives a better plan (:mod:`.start`).
 2.  **Early incumbent.**  Megatron's rule (:mod:`.megatron_trials`) and the most promising settings of the space give a good plan
     early.
 3.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`).  Their plans are
@@ -26,7 +26,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, NO_PIPELINE
 from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
 from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
-from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, make_plan
+from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, StartPlan, make_plan
 
 from ..planners import Clock
 from .evaluation import Evaluation, evaluate_unpipelined
@@ -40,6 +40,7 @@ from .result import Considered, JointOptions, PlanResult, Rival
 from .rivals import RIVAL_FAMILIES, describe_stop, paper_plan, plan_rivals
 from .search import Explored, Search
 from .space import MAX_PASSES
+from .start import Start, start_note, start_problem, started
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
@@ -59,6 +60,7 @@ def plan_jointly(
     options: JointOptions,
     report: Report = no_report,
     stop: Stop | None = None,
+    start: Start | None = None,
 ) -> PlanResult:
     """Plan the pipeline and the strategies inside its stages together.
 
@@ -68,6 +70,7 @@ def plan_jointly(
         options: Batch, limits, objective, and which pipelines are offered.
         report: Called with the incumbent's cost, the least open bound and the number of simulated plans.
         stop: Ends the search early with the best plan so far (see :func:`autoddl.search.planner.make_plan`).
+        start: A plan of the user, which is the first incumbent if it is in the space; else a note says why it is not.
 
     Returns:
         The best plan, its lower bound, and the best plan of every family for comparison.
@@ -85,14 +88,20 @@ def plan_jointly(
     >>> result.status, result.configuration.schedule.num_stages
     ('optimal', 1)
     """
-    start = time.perf_counter()
+    began = time.perf_counter()
     _check(options)
     job = job_of(graph, cluster, options, report, stop)
     clock = Clock(job.time_limit_s, job.stop)
-    unpipelined, error = _plan_without_pipeline(job)
+    first = None if start is None else started(job, start)
+    is_alone = start is not None and not start.has_pipeline and not start_problem(start, graph, cluster)
+    unpipelined, error = _plan_without_pipeline(job, start.without_pipeline if start is not None and is_alone else None)
     if options.pipeline != "auto":
-        return _plan_by_paper(job, unpipelined, error, start)
-    return _plan_by_search(job, unpipelined, error, clock, start)
+        return _plan_by_paper(job, unpipelined, error, began)
+    found = _plan_by_search(job, unpipelined, error, clock, began, None if first is None else first.evaluation)
+    if start is None or first is None:
+        return found
+    step_s = None if first.evaluation is None else first.evaluation.step_s
+    return replace(found, notes=(start_note(start.name, first.fault, step_s), *found.notes))
 
 
 def _check(options: JointOptions) -> None:
@@ -112,11 +121,13 @@ def _check(options: JointOptions) -> None:
 # ---- Without a pipeline ------------------------------------------------------------------------------------------------
 
 
-def _plan_without_pipeline(job: PlanningJob) -> tuple[Planned | None, UserError | None]:
+def _plan_without_pipeline(
+    job: PlanningJob, start: StartPlan | None
+) -> tuple[Planned | None, UserError | None]:
     """The best plan without a pipeline, or the error that says why there is none."""
     try:
         stop = TimedStop(Clock(_SHARE_WITHOUT_PIPELINE * job.time_limit_s, job.stop))
-        return make_plan(job.graph, job.cluster, job.options.base, stop=stop), None
+        return make_plan(job.graph, job.cluster, job.options.base, stop=stop, start=start), None
     except StopRequestedError:
         job.stop.check()
         return None, NothingFoundError("no plan was found within its share of the time limit")
@@ -135,7 +146,12 @@ def _as_one_stage(job: PlanningJob, planned: Planned | None) -> Evaluation | Non
 
 
 def _plan_by_search(
-    job: PlanningJob, unpipelined: Planned | None, error: UserError | None, clock: Clock, start: float
+    job: PlanningJob,
+    unpipelined: Planned | None,
+    error: UserError | None,
+    clock: Clock,
+    began: float,
+    first: Evaluation | None,
 ) -> PlanResult:
     """The best plan of the whole space.
 
@@ -143,7 +159,8 @@ def _plan_by_search(
         unpipelined: The plan without a pipeline, if there is one.
         error: Why there is no plan without a pipeline.
         clock: The time limit of the whole search.
-        start: When planning began, in seconds of ``time.perf_counter``.
+        began: When planning began, in seconds of ``time.perf_counter``.
+        first: A plan of the user that is in the space; None if there is none.
     """
     explorer = job.explorer()
     one_stage = _as_one_stage(job, unpipelined)
@@ -151,8 +168,10 @@ def _plan_by_search(
     notes: tuple[str, ...] = ()
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
-    # Phase 1: the plan without a pipeline is the first incumbent.
+    # Phase 1: the plan without a pipeline, or that of the user, is the first incumbent.
     best = one_stage
+    if first is not None and (best is None or _cost(job, first) < _cost(job, best)):
+        best = first
     if best is not None:
         job.report(_cost(job, best), _ideal_s(job), 0)
     # Phase 2: an early incumbent, by Megatron's rule and by the most promising settings.
@@ -202,7 +221,7 @@ def _plan_by_search(
         optimal=optimal,
         considered=_considered(job, explored, explorer, unpipelined),
         rivals=tuple(rivals),
-        search_s=time.perf_counter() - start,
+        search_s=time.perf_counter() - began,
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
@@ -276,7 +295,7 @@ def _infeasible(job: PlanningJob, least_bytes: float, is_proven: bool, error: Us
 # ---- The planners of papers --------------------------------------------------------------------------------------------
 
 
-def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserError | None, start: float) -> PlanResult:
+def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserError | None, began: float) -> PlanResult:
     """The plan that a paper's planner chooses; the arguments are those of :func:`_plan_by_search`."""
     name, clock = job.options.pipeline, Clock(job.time_limit_s, job.stop)
     assert name is not None
@@ -305,7 +324,7 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         optimal=False,
         considered=considered,
         rivals=tuple(rival for rival, _ in families),
-        search_s=time.perf_counter() - start,
+        search_s=time.perf_counter() - began,
         notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{describe_stop(clock)}",)
         if clock.stopped
         else (),

@@ -14,6 +14,7 @@ A :class:`PlanResult` holds
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,14 +23,31 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, LEFT_OUT
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.search.options import memory_limit_of
 from autoddl.search.planner import Candidate, Options, Planned, end_of
 from autoddl.search.sweep import NOT_BETTER, NOT_FITTING
 
 from .configuration import Configuration
-from .evaluation import Evaluation, evaluate_unpipelined
-from .partition import chain_of
+from .evaluation import Evaluation, evaluate, evaluate_unpipelined
+from .partition import Chain, chain_of
+from .uniform import UniformLayout, uniform_configuration
 
-__all__ = ["Considered", "JointOptions", "PlanResult", "Rival", "baseline_how", "recomputed_text", "unpipelined"]
+__all__ = [
+    "PRICED",
+    "Considered",
+    "JointOptions",
+    "PlanResult",
+    "Rival",
+    "baseline_how",
+    "priced",
+    "recomputed_text",
+    "unpipelined",
+]
+
+#: Attributes of workloads that are options of the planner, too; besides precision and optimizer.
+WORKLOAD_WORDS = ("recompute", "attention", "gradients", "zero", "activations", "overlap")
+#: Status of a plan that the user gave: it was priced, nothing was searched, and nothing is claimed about other plans.
+PRICED = "priced"
 
 
 @dataclass(frozen=True)
@@ -164,6 +182,7 @@ class PlanResult:
             none.
         notes: Notes for the reader, in addition to those of the graph.
         is_interrupted: Whether a stop ended the search early.
+        layout: The degrees of a configuration that the user gave, which was priced without a search; None for all other plans.
     """
 
     graph: LayerGraph
@@ -181,6 +200,7 @@ class PlanResult:
     left_out: str = ""
     notes: tuple[str, ...] = ()
     is_interrupted: bool = False
+    layout: UniformLayout | None = None
 
     @property
     def configuration(self) -> Configuration:
@@ -198,7 +218,7 @@ class PlanResult:
     @property
     def status(self) -> str:
         """How the search ended, as written to plan documents."""
-        return str(end_of(self.optimal, self.is_interrupted))
+        return PRICED if self.layout is not None else str(end_of(self.optimal, self.is_interrupted))
 
     @property
     def cost(self) -> float:
@@ -260,6 +280,56 @@ def unpipelined(planned: Planned) -> PlanResult:
         left_out=planned.left_out,
         notes=planned.notes,
         is_interrupted=planned.is_interrupted,
+    )
+
+
+# ---- Without a search --------------------------------------------------------------------------------------------------
+
+
+def priced(
+    chain: Chain,
+    cluster: Cluster,
+    layout: UniformLayout,
+    workload: Workload,
+    memory_limit_bytes: float | None = None,
+    notes: tuple[str, ...] = (),
+) -> PlanResult:
+    """Price a uniform configuration that the user gives.  Nothing is searched.
+
+    Args:
+        chain: The model as a chain of units.
+        cluster: The devices and their network.
+        layout: The degrees.
+        workload: Batch, micro-batch over all replicas, recomputation, precision and so on.
+        memory_limit_bytes: Memory limit per device; None for :func:`autoddl.search.options.default_memory_limit`.  A configuration
+            that needs more is priced, too.
+        notes: Notes for the reader.
+
+    Raises:
+        UserError: the configuration does not fit the model, the cluster or the batch.
+    """
+    options = Options(
+        batch=workload.batch,
+        micro_batch=workload.micro_batch,
+        memory_limit_bytes=memory_limit_bytes,
+        **{name: getattr(workload, name) for name in ("precision", "optimizer", *WORKLOAD_WORDS)},
+    )
+    limit = memory_limit_of(cluster, options)
+    start = time.perf_counter()
+    evaluation = evaluate(chain, cluster, uniform_configuration(chain, cluster, layout, workload))
+    return PlanResult(
+        graph=chain.graph,
+        cluster=cluster,
+        options=JointOptions(options, pipeline="auto" if layout.num_stages > 1 else None),
+        memory_limit_bytes=limit,
+        evaluation=evaluation,
+        lower_bound_s=0.0,
+        optimal=False,
+        considered=Considered("the given configuration", 1, 1, 0, 0, 1, 0),
+        rivals=(),
+        search_s=time.perf_counter() - start,
+        notes=notes,
+        layout=layout,
     )
 
 

@@ -23,17 +23,28 @@ from dataclasses import dataclass
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors, nearest_that_work
+from autoddl.costmodel.suggestions import unknown
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import megatron
 
-from .configuration import Configuration, PipelineSchedule, StageChoice
+from .configuration import Configuration, Option, PipelineSchedule, StageChoice
 from .meshes import StageMesh
 from .partition import Chain
 
-__all__ = ["UniformLayout", "uniform_configuration", "uniform_cut"]
+__all__ = ["SCHEDULES", "UniformLayout", "uniform_configuration", "uniform_cut"]
 
-#: The schedule of more than one chunk per stage.
-INTERLEAVED = "interleaved-1f1b"
+#: Families of schedules by name, with the options of each: those of one chunk per stage.
+SCHEDULES: dict[str, tuple[tuple[str, Option], ...]] = {
+    "1f1b": (("policy", "A"),),
+    "gpipe": (),
+    "zero-bubble": (("policy", "H1"),),
+    "chimera": (("concatenation", "direct"), ("num_pipelines", 2)),
+    "gems": (),
+}
+#: Families with several chunks per stage, by the family without.
+INTERLEAVED = {"1f1b": "interleaved-1f1b", "gpipe": "grouped-gpipe"}
+#: Families of which every device holds the stages of two pipelines in opposite directions.
+_BIDIRECTIONAL = ("chimera", "gems")
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,10 @@ class UniformLayout:
         num_stages: Devices in a row of the pipeline, p.
         data_parallel: Replicas of the model, d.
         interleave: Chunks of the model on each stage's devices, v.
-        schedule: Family of the schedule without interleaving; with it the schedule is ``interleaved-1f1b``.
+        schedule: Family of the schedule, one of :data:`SCHEDULES`; with several chunks that of :data:`INTERLEAVED`.
 
     Raises:
-        UserError: a degree is below 1.
+        UserError: a degree is below 1, or there is no such schedule.
 
     >>> UniformLayout(tensor_parallel=8, num_stages=12, data_parallel=4).num_devices
     384
@@ -71,6 +82,12 @@ class UniformLayout:
                 raise UserError(f"{name} {value} should be at least 1")
         if self.interleave > 1 and self.num_stages == 1:
             raise UserError(f"interleave {self.interleave} needs a pipeline, pp 2 or more")
+        if self.schedule not in SCHEDULES:
+            raise unknown("schedule", self.schedule, tuple(SCHEDULES))
+        if self.interleave > 1 and self.schedule not in INTERLEAVED:
+            raise UserError(
+                f"interleave {self.interleave} is for schedules {' and '.join(INTERLEAVED)}, {self.schedule} has no chunks"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -135,13 +152,19 @@ class UniformLayout:
         if depth == 1:
             return PipelineSchedule("1f1b", 1, num_micro_batches)
         if chunks > 1:
-            if num_micro_batches % depth:
+            name = INTERLEAVED[self.schedule]
+            if num_micro_batches % depth and name == "interleaved-1f1b":
                 raise UserError(
                     f"interleave {chunks} needs micro-batches in multiples of pp {depth}, a step has {num_micro_batches} of them"
                 )
-            return PipelineSchedule(INTERLEAVED, depth, num_micro_batches, (("groups", chunks),), chunks)
-        options = (("policy", "A"),) if self.schedule == "1f1b" else ()
-        return PipelineSchedule(self.schedule, depth, num_micro_batches, options)
+            return PipelineSchedule(name, depth, num_micro_batches, (("groups", chunks),), chunks)
+        if self.schedule in _BIDIRECTIONAL:
+            if depth % 2 or num_micro_batches < 2:
+                raise UserError(
+                    f"schedule {self.schedule} needs an even pp and 2 micro-batches or more, not pp {depth} and {num_micro_batches}"
+                )
+            return PipelineSchedule(self.schedule, depth, num_micro_batches, SCHEDULES[self.schedule], num_pipelines=2)
+        return PipelineSchedule(self.schedule, depth, num_micro_batches, SCHEDULES[self.schedule])
 
 
 def uniform_cut(num_units: int, num_chunks: int) -> tuple[int, ...]:
