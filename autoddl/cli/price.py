@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.joint.uniform import SCHEDULES
@@ -46,11 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--pp", type=int, default=1, metavar="P", help="pipeline stages (default: %(default)s)")
     group.add_argument("--dp", type=int, metavar="D", help="replicas (default: the rest of the cluster)")
     group.add_argument(
-        "--interleave",
-        type=int,
-        default=1,
-        metavar="V",
-        help="chunks of the model on each stage (default: %(default)s)",
+        "--interleave", type=int, default=1, metavar="V", help="chunks of the model on each stage (default: %(default)s)"
     )
     group.add_argument(
         "--schedule", choices=tuple(SCHEDULES), default="1f1b", help="schedule of the pipeline (default: %(default)s)"
@@ -58,8 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument(
         "--from-megatron",
         metavar="FILE",
-        help="take model, degrees and training options from this file of Megatron-LM's flags; dp follows from the number of
-        devices",
+        help="take model, degrees and training options from this file of Megatron-LM's flags; dp follows from the number of devices",
     )
     group = parser.add_argument_group("training")
     add_batch(group)
@@ -80,8 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
-        help="activations as in Megatron-LM, with its sequence parallelism or without (default: split, and gathered inputs are
-        kept)",
+        help="activations as in Megatron-LM, with its sequence parallelism or without (default: split, and gathered inputs are kept)",
     )
     add_workload_options(group)
     group = parser.add_argument_group("comparison with the best plan")
@@ -141,20 +134,7 @@ def _price_runs(arguments: argparse.Namespace) -> int:
 def _price(arguments: argparse.Namespace) -> int:
     from ..api.configured import distance, price
 
-    names = (
-        "heads",
-        "sequence",
-        "vocabulary",
-        "batch",
-        "precision",
-        "optimizer",
-        "attention",
-        "gradients",
-        "zero",
-        "overlap",
-    )
-    words: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    links: dict[str, Any] = link_options(arguments)
+    names = ("heads", "sequence", "vocabulary", "batch", "precision", "optimizer", "attention", "gradients", "zero", "overlap")
     plan = price(
         arguments.model,
         cluster=arguments.cluster,
@@ -170,8 +150,8 @@ def _price(arguments: argparse.Namespace) -> int:
         nodes=arguments.nodes,
         devices_per_node=arguments.devices_per_node,
         memory_limit_bytes=memory_limit_bytes(arguments),
-        **links,
-        **words,
+        **link_options(arguments),
+        **{name: getattr(arguments, name) for name in names},
     )
     if arguments.output:
         plan.save(arguments.output)

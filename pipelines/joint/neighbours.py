@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -117,8 +116,7 @@ def _changes(layout: UniformLayout, workload: Workload) -> Iterator[tuple[str, U
         now = getattr(workload, word)
         for choice in choices:
             if choice != now and not (word == "activations" and layout.tensor_parallel == 1):
-                changed: dict[str, Any] = {word: choice}
-                yield f"{word} {now} -> {choice}", layout, replace(workload, **changed)
+                yield f"{word} {now} -> {choice}", layout, replace(workload, **{word: choice})
 
 
 def _valid(
@@ -191,11 +189,7 @@ def best_uniform(job: PlanningJob, deadline: Deadline) -> BestUniform | None:
 def _layouts(job: PlanningJob) -> Iterator[tuple[float, UniformLayout, Workload]]:
     """Bound on the step [s], layout and workload of all uniform configurations whose states may fit; recomputation is open."""
     devices, batch = job.cluster.num_devices, job.workload.batch
-    per_parameter = (
-        job.workload.itemsize + job.workload.gradient_itemsize
-        if job.workload.zero
-        else job.workload.bytes_per_parameter
-    )
+    per_parameter = job.workload.itemsize + job.workload.gradient_itemsize if job.workload.zero else job.workload.bytes_per_parameter
     state_bytes = job.graph.num_parameters * per_parameter
     for model_parallel in divisors(devices):
         if state_bytes > job.limit_bytes * model_parallel or batch % (devices // model_parallel):
