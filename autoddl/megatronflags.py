@@ -60,7 +60,14 @@ _VALUES = (
     *("max-position-embeddings", "num-query-groups", "vocab-size", "make-vocab-size-divisible-by", "tokenizer-type"),
     *("tensor-model-parallel-size", "pipeline-model-parallel-size", "num-layers-per-virtual-pipeline-stage"),
     *("num-virtual-stages-per-pipeline-rank", "micro-batch-size", "global-batch-size"),
-    *("recompute-granularity", "recompute-method", "recompute-num-layers", "attention-backend", "fp8-format", "optimizer"),
+    *(
+        "recompute-granularity",
+        "recompute-method",
+        "recompute-num-layers",
+        "attention-backend",
+        "fp8-format",
+        "optimizer",
+    ),
 )
 #: Flags without a value that matter.
 _SWITCHES = (
@@ -131,7 +138,9 @@ class MegatronRun:
         """The note that names the flags that were ignored; none if there are none."""
         if not self.ignored:
             return ()
-        return (f"flags that do not matter for the price are ignored: {', '.join(f'--{name}' for name in self.ignored)}",)
+        return (
+            f"flags that do not matter for the price are ignored: {', '.join(f'--{name}' for name in self.ignored)}",
+        )
 
 
 class _Flags:
@@ -222,7 +231,9 @@ def _refuse(flags: _Flags) -> None:
             shown = f"--{name}" if value is None else f"--{name} {value}"
             raise flags.fault(f"{shown} cannot be priced")
         if name.startswith("moe-"):
-            raise flags.fault(f"--{name} cannot be priced: models with experts are none of Megatron-LM's that can be read")
+            raise flags.fault(
+                f"--{name} cannot be priced: models with experts are none of Megatron-LM's that can be read"
+            )
         if name in _SWITCHES and value is not None:
             raise flags.fault(f"--{name} is a switch, but is followed by {quote(value)}")
 
@@ -371,7 +382,10 @@ def megatron_flags(graph: LayerGraph, layout: UniformLayout, workload: Workload)
         workload: the workload.  Activations that are kept are written as sequence parallelism, which gathers them again.
     """
     lines = list(_size_flags(graph))
-    degrees = [f"--tensor-model-parallel-size {layout.tensor_parallel}", f"--pipeline-model-parallel-size {layout.num_stages}"]
+    degrees = [
+        f"--tensor-model-parallel-size {layout.tensor_parallel}",
+        f"--pipeline-model-parallel-size {layout.num_stages}",
+    ]
     if layout.interleave > 1:
         degrees.append(f"--num-virtual-stages-per-pipeline-rank {layout.interleave}")
     lines.append(" ".join(degrees))
@@ -389,7 +403,8 @@ def megatron_flags(graph: LayerGraph, layout: UniformLayout, workload: Workload)
         "--fp8-format hybrid": workload.precision == "fp8",
         "--optimizer sgd": workload.optimizer != "adam",
         "--recompute-granularity selective": workload.recompute == "selective",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": workload.recompute == "blocks",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": workload.recompute
+        == "blocks",
     }
     lines.append(" ".join(flag for flag, is_given in switches.items() if is_given))
     return tuple(line for line in lines if line)

@@ -93,7 +93,9 @@ def plan(
     if pipeline is not None and planner_options.executor != EAGER:
         raise UserError(f"executor={planner_options.executor!r} is for plans without a pipeline: {NO_PIPELINE}")
     if start is not None and pipeline not in (None, "auto"):
-        raise UserError(f"start is for searches; pipeline={pipeline!r} takes the plan that the planner of a paper makes")
+        raise UserError(
+            f"start is for searches; pipeline={pipeline!r} takes the plan that the planner of a paper makes"
+        )
     graph, devices = _graph_and_cluster(model, inputs, cluster, options)
     first = None if start is None else _start_of(start)
     with _naming_the_sequence(graph):

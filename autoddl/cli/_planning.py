@@ -28,8 +28,8 @@ __all__ = [
     "add_model_arguments",
     "add_planning_arguments",
     "add_workload_options",
-    "link_options",
     "cluster_of",
+    "link_options",
     "model_of",
     "planning_options",
 ]
@@ -247,12 +247,10 @@ def model_of(arguments: argparse.Namespace) -> LayerGraph:
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     """Return the cluster with the size and the links of the options."""
-    return inputs.cluster_of(
-        arguments.cluster, arguments.nodes, arguments.devices_per_node, **link_options(arguments)
-    )
+    return inputs.cluster_of(arguments.cluster, arguments.nodes, arguments.devices_per_node, **link_options(arguments))
 
 
-def link_options(arguments: argparse.Namespace) -> dict[str, float | None]:
+def link_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of links in SI units, as arguments of the library."""
     return {
         "latency_s": _quantity("--latency", arguments.latency, "time"),

@@ -70,12 +70,16 @@ def uniform_text(found: UniformPlan) -> Text:
     """Return the nearest uniform configuration as Megatron-LM's flags, with its step and what uniformity costs."""
     title = "The nearest uniform configuration, as Megatron-LM's flags"
     searched = f"{counted(found.num_evaluated, 'configuration')} evaluated"
-    searched += ": no other can be faster" if found.is_finished else "; a faster one may exist, the time limit ended the search"
+    searched += (
+        ": no other can be faster" if found.is_finished else "; a faster one may exist, the time limit ended the search"
+    )
     uniform = found.uniform
     if uniform is None or uniform.search is None or uniform.search.layout is None:
         return Text((["The nearest uniform configuration", f"  none fits ({searched})"],))
     layout, workload = uniform.search.layout, uniform.workload
-    flags = [f"  {line}{' ' + chr(92) if number + 1 < len(found.flags) else ''}" for number, line in enumerate(found.flags)]
+    flags = [
+        f"  {line}{' ' + chr(92) if number + 1 < len(found.flags) else ''}" for number, line in enumerate(found.flags)
+    ]
     devices = f"on {counted(uniform.cluster.num_devices, 'device')}, so dp {layout.data_parallel}"
     lines = [
         f"  {format_seconds(uniform.step_s)} per step {devices}; uniformity costs {found.excess:+.1%}",

@@ -121,9 +121,7 @@ def _check(options: JointOptions) -> None:
 # ---- Without a pipeline ------------------------------------------------------------------------------------------------
 
 
-def _plan_without_pipeline(
-    job: PlanningJob, start: StartPlan | None
-) -> tuple[Planned | None, UserError | None]:
+def _plan_without_pipeline(job: PlanningJob, start: StartPlan | None) -> tuple[Planned | None, UserError | None]:
     """The best plan without a pipeline, or the error that says why there is none."""
     try:
         stop = TimedStop(Clock(_SHARE_WITHOUT_PIPELINE * job.time_limit_s, job.stop))

@@ -120,7 +120,9 @@ def _outside(job: PlanningJob, configuration: Configuration) -> str:
         if not base.summa and any(strategy.summa for strategy in stage.strategies.values()):
             return "it has Summa meshes, and summa=False"
     is_equal = isinstance(configuration.mesh, StageMesh)
-    offered = schedules(spec.num_workers, spec.num_micro_batches, job.chain.num_units, job.options.allow_stale, is_equal)
+    offered = schedules(
+        spec.num_workers, spec.num_micro_batches, job.chain.num_units, job.options.allow_stale, is_equal
+    )
     if spec not in offered:
         return f"its schedule {spec.label} is not tried"
     if not base.untied:
