@@ -112,7 +112,7 @@ def price(
         tp, pp, dp: Tensor parallel degree, number of pipeline stages, number of replicas.  By default ``dp`` takes the rest of
             the cluster.  Devices are in Megatron-LM's order: tensor parallel groups are neighbours, stages are outermost.
         interleave: Chunks of the model on each stage's devices.
-        schedule: ``1f1b``, ``gpipe``, ``zero-bubble``, ``chimera`` or ``gems``.
+        schedule: ``1f1b``, ``gpipe``, ``zero-bubble`` or ``chimera``.
         micro_batch: Samples per forward pass and replica, as Megatron-LM's; a forward pass over all replicas has dp times as many.
         recompute: ``none``, ``selective`` (attention) or ``full`` (blocks), as Megatron-LM's; or ``layers`` or ``blocks``.
         sequence_parallel: True for Megatron-LM's sequence parallelism (inputs are gathered again in the backward pass), False for
@@ -162,7 +162,9 @@ def _price_megatron(
     defaults = {"tp": 1, "pp": 1, "interleave": 1, **PRICING_DEFAULTS}
     refused = [name for name, value in given.items() if name not in allowed and value != defaults.get(name)]
     if model is not None or inputs is not None or refused:
-        raise UserError(f"{'model' if model is not None else [*refused, 'inputs'][0]} is given by the flags of Megatron-LM, leave it out")
+        raise UserError(
+            f"{'model' if model is not None else [*refused, 'inputs'][0]} is given by the flags of Megatron-LM, leave it out"
+        )
     run: MegatronRun = read_megatron_flags(path)
     devices = _devices(cluster, run.tensor_parallel, run.num_stages, given["dp"], given)
     replicas = _replicas(devices, run.tensor_parallel, run.num_stages) if given["dp"] is None else given["dp"]
@@ -298,10 +300,24 @@ def distance(
 
     result = plan.search
     if result is None or result.layout is None:
-        raise UserError("distance is for plans of autoddl.price, which has their degrees; price the configuration again")
-    changes = single_changes(chain_of(plan.graph), plan.cluster, result.layout, plan.workload, result.memory_limit_bytes)
+        raise UserError(
+            "distance is for plans of autoddl.price, which has their degrees; price the configuration again"
+        )
+    changes = single_changes(
+        chain_of(plan.graph), plan.cluster, result.layout, plan.workload, result.memory_limit_bytes
+    )
     base = replace(result.options.base, recompute=None, micro_batch=None)
-    names = ("batch", "precision", "optimizer", "attention", "gradients", "zero", "activations", "overlap", "memory_limit_bytes")
+    names = (
+        "batch",
+        "precision",
+        "optimizer",
+        "attention",
+        "gradients",
+        "zero",
+        "activations",
+        "overlap",
+        "memory_limit_bytes",
+    )
     best = search(
         plan.graph,
         cluster=plan.cluster,
@@ -372,9 +388,7 @@ class UniformPlan(Result):
 UNIFORM_TIME_LIMIT_S = 20.0
 
 
-def nearest_uniform(
-    plan: Plan, *, time_limit_s: float = UNIFORM_TIME_LIMIT_S, stop: Stop | None = None
-) -> UniformPlan:
+def nearest_uniform(plan: Plan, *, time_limit_s: float = UNIFORM_TIME_LIMIT_S, stop: Stop | None = None) -> UniformPlan:
     """Search for the best uniform configuration for the model, the batch and the training options of a plan.
 
     All tensor parallel degrees, numbers of stages and replicas, micro-batches and interleavings are considered, with

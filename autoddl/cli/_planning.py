@@ -250,7 +250,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     return inputs.cluster_of(arguments.cluster, arguments.nodes, arguments.devices_per_node, **link_options(arguments))
 
 
-def link_options(arguments: argparse.Namespace) -> dict[str, float | None]:
+def link_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of links in SI units, as arguments of the library."""
     return {
         "latency_s": _quantity("--latency", arguments.latency, "time"),

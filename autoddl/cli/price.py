@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.joint.uniform import SCHEDULES
@@ -45,7 +46,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--pp", type=int, default=1, metavar="P", help="pipeline stages (default: %(default)s)")
     group.add_argument("--dp", type=int, metavar="D", help="replicas (default: the rest of the cluster)")
     group.add_argument(
-        "--interleave", type=int, default=1, metavar="V", help="chunks of the model on each stage (default: %(default)s)"
+        "--interleave",
+        type=int,
+        default=1,
+        metavar="V",
+        help="chunks of the model on each stage (default: %(default)s)",
     )
     group.add_argument(
         "--schedule", choices=tuple(SCHEDULES), default="1f1b", help="schedule of the pipeline (default: %(default)s)"
@@ -134,25 +139,14 @@ def _price_runs(arguments: argparse.Namespace) -> int:
 def _price(arguments: argparse.Namespace) -> int:
     from ..api.configured import distance, price
 
-    names = ("heads", "sequence", "vocabulary", "batch", "precision", "optimizer", "attention", "gradients", "zero", "overlap")
-    plan = price(
-        arguments.model,
-        cluster=arguments.cluster,
-        tp=arguments.tp,
-        pp=arguments.pp,
-        dp=arguments.dp,
-        interleave=arguments.interleave,
-        schedule=arguments.schedule,
-        micro_batch=arguments.micro_batch,
-        recompute=arguments.recompute,
-        sequence_parallel=arguments.sequence_parallel,
-        from_megatron=arguments.from_megatron,
-        nodes=arguments.nodes,
-        devices_per_node=arguments.devices_per_node,
-        memory_limit_bytes=memory_limit_bytes(arguments),
-        **link_options(arguments),
-        **{name: getattr(arguments, name) for name in names},
+    same = (
+        *("tp", "pp", "dp", "interleave", "schedule", "micro_batch", "recompute", "sequence_parallel", "from_megatron"),
+        *("cluster", "nodes", "devices_per_node", "heads", "sequence", "vocabulary", "batch", "precision", "optimizer"),
+        *("attention", "gradients", "zero", "overlap"),
     )
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in same}
+    limit = memory_limit_bytes(arguments)
+    plan = price(arguments.model, memory_limit_bytes=limit, **link_options(arguments), **options)
     if arguments.output:
         plan.save(arguments.output)
     found, exit_code = None, 0

@@ -4,11 +4,14 @@
 interleaving, or replace one of its words (recomputation, schedule, sequence parallelism, attention, ZeRO stage).
 
 **The best uniform configuration** is searched over tensor parallel degree, stages, data parallel degree, micro-batch, interleaving
-and recomputation.  Layouts are evaluated in the order of a lower bound on their step, arithmetic and bubble,
+and recomputation.  Configurations are evaluated in the order of a lower bound on their step, until the bound is not below the best
+step.  With t seconds of a micro-batch in one block, forward and backward, u(c) blocks in chunk c, and N micro-batches, worker s
+begins after chunks 0 to s - 1 have made the first forward pass, and the last backward pass goes through them when it has ended:
 
-    arithmetic (1 + (p - 1) / (v N))     for p stages, v chunks per stage and N micro-batches,
+    step >= N t (sum of u(c) over chunks c of worker s) + t (u(0) + ... + u(s - 1))     for every worker s
 
-until the bound is not below the best step; of each layout, ways of recomputation in the order of their time, until one fits.
+The first worker holds at least min(p, N) micro-batches of p stages.  If its blocks need more memory than there is, the configuration
+is not evaluated.
 """
 
 from __future__ import annotations
@@ -16,19 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 
+from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, RECOMPUTATIONS, Workload
+from autoddl.search.baselines import megatron
 
 from .evaluation import Evaluation, evaluate
 from .job import PlanningJob
-from .partition import Chain
+from .partition import Chain, StageGraph
 from .space import MAX_PASSES
-from .uniform import INTERLEAVED, SCHEDULES, UniformLayout, uniform_configuration
+from .uniform import INTERLEAVED, SCHEDULES, UniformLayout, uniform_configuration, uniform_cut
 
 __all__ = ["BestUniform", "Change", "best_uniform", "single_changes"]
 
@@ -163,48 +168,123 @@ def best_uniform(job: PlanningJob, deadline: Deadline) -> BestUniform | None:
     """
     best: BestUniform | None = None
     limit_s, count, is_finished = math.inf, 0, True
-    ways = [way for way in job.recomputations if way in _MEGATRON_RECOMPUTATIONS]
-    for bound, layout, workload in sorted(_layouts(job), key=lambda one: one[0]):
+    settled: set[tuple[UniformLayout, int]] = (
+        set()
+    )  # those of which a faster way of recomputation fits, or that do not divide
+    for bound, layout, workload in sorted(_Bounds(job, deadline).configurations(), key=lambda one: one[0]):
+        key = (layout, workload.micro_batch)
         if bound >= limit_s:
             break
         if deadline.is_over:
             is_finished = False
             break
-        for recompute in ways:
-            words = replace(workload, recompute=recompute)
-            try:
-                plan = _evaluated(job.chain, job.cluster, layout, words)
-            except UserError:  # it does not divide the model or the cluster
-                break
-            if plan is None:
-                break
-            count += 1
-            if plan.memory_bytes <= job.limit_bytes:
-                if plan.step_s < limit_s:
-                    best, limit_s = BestUniform(layout, words, plan, count, True), plan.step_s
-                break
+        if key in settled:
+            continue
+        try:
+            plan = _evaluated(job.chain, job.cluster, layout, workload)
+        except UserError:  # it does not divide the model or the cluster
+            plan = None
+        if plan is None:
+            settled.add(key)
+            continue
+        count += 1
+        if plan.memory_bytes <= job.limit_bytes:
+            settled.add(key)
+            if plan.step_s < limit_s:
+                best, limit_s = BestUniform(layout, workload, plan, count, True), plan.step_s
+    is_finished = is_finished and not deadline.is_over
     return None if best is None else replace(best, num_evaluated=count, is_finished=is_finished)
 
 
-def _layouts(job: PlanningJob) -> Iterator[tuple[float, UniformLayout, Workload]]:
-    """Bound on the step [s], layout and workload of all uniform configurations whose states may fit; recomputation is open."""
-    devices, batch = job.cluster.num_devices, job.workload.batch
-    per_parameter = job.workload.itemsize + job.workload.gradient_itemsize if job.workload.zero else job.workload.bytes_per_parameter
-    state_bytes = job.graph.num_parameters * per_parameter
-    for model_parallel in divisors(devices):
-        if state_bytes > job.limit_bytes * model_parallel or batch % (devices // model_parallel):
-            continue
-        data_parallel = devices // model_parallel
-        for tensor_parallel in divisors(model_parallel):
-            if tensor_parallel > job.cluster.devices_per_node:
-                continue
-            stages = model_parallel // tensor_parallel
-            for chunks in _INTERLEAVINGS:
-                if stages * chunks > job.chain.num_units or (chunks > 1 and stages == 1):
+@dataclass(frozen=True)
+class _Block:
+    """The figures of one block on the devices of a stage, for one micro-batch.
+
+    Attributes:
+        seconds: forward and backward pass.
+        state_bytes, kept_bytes: of parameters, gradients and optimizer; of activations.
+    """
+
+    seconds: float
+    state_bytes: float
+    kept_bytes: float
+
+
+class _Bounds:
+    """Bounds of uniform configurations (see the module's docstring).
+
+    Args:
+        job: the planning job.
+        deadline: when to end.
+    """
+
+    def __init__(self, job: PlanningJob, deadline: Deadline):
+        self.job, self.deadline = job, deadline
+        chain = job.chain
+        self.ways = [way for way in job.recomputations if way in _MEGATRON_RECOMPUTATIONS]
+        #: A stage of one block; None if the units of the chain are not equal blocks.
+        self.block: StageGraph | None = None
+        if chain.num_units > 2 and chain.num_units == 1 + max(layer.block_index for layer in job.graph.layers):
+            self.block = chain.stage(1, 2)
+        self.figures: dict[tuple[int, int, int, str], _Block | None] = {}
+
+    def configurations(self) -> Iterator[tuple[float, UniformLayout, Workload]]:
+        """Bound on the step [s], layout and workload of all uniform configurations that may fit."""
+        job = self.job
+        devices, batch, most_units = job.cluster.num_devices, job.workload.batch, job.chain.num_units
+        for stages in divisors(devices):
+            for tensor_parallel in divisors(devices // stages):
+                replicas = devices // stages // tensor_parallel
+                if tensor_parallel > job.cluster.devices_per_node or batch % replicas or stages > most_units:
                     continue
-                layout = UniformLayout(tensor_parallel, stages, data_parallel, chunks)
-                for each in divisors(batch // data_parallel):
-                    workload = replace(job.workload, micro_batch=each * data_parallel)
-                    count = workload.num_micro_batches
-                    if chunks == 1 or count % stages == 0:
-                        yield job.arithmetic_s * (1 + (stages - 1) / (chunks * count)), layout, workload
+                for each, chunks in product(divisors(batch // replicas), _INTERLEAVINGS):
+                    count = batch // (each * replicas)
+                    if stages * chunks > most_units or (chunks > 1 and (stages == 1 or count % stages)):
+                        continue
+                    if self.deadline.is_over:
+                        return
+                    layout = UniformLayout(tensor_parallel, stages, replicas, chunks)
+                    yield from self._bounded(layout, each * replicas)
+
+    def _bounded(self, layout: UniformLayout, micro_batch: int) -> Iterator[tuple[float, UniformLayout, Workload]]:
+        """The configuration with each way of recomputation with which it may fit."""
+        cut = uniform_cut(self.job.chain.num_units, layout.num_stages * layout.interleave)
+        for recompute in self.ways:
+            workload = replace(self.job.workload, micro_batch=micro_batch, recompute=recompute)
+            block = self._block(layout, workload)
+            if block is None:
+                continue
+            count, of_first = workload.num_micro_batches, sum(cut[:: layout.num_stages])
+            least_bytes = of_first * (block.state_bytes + min(count, layout.num_stages) * block.kept_bytes)
+            if least_bytes <= self.job.limit_bytes:
+                units = max(count * sum(cut[s :: layout.num_stages]) + sum(cut[:s]) for s in range(layout.num_stages))
+                yield max(units * block.seconds, self.job.arithmetic_s), layout, workload
+
+    def _block(self, layout: UniformLayout, workload: Workload) -> _Block | None:
+        """The figures of one block; None if the configuration divides neither the cluster nor the block."""
+        if self.block is None:
+            return _Block(0.0, 0.0, 0.0)
+        key = (layout.tensor_parallel, layout.data_parallel, workload.micro_batch, workload.recompute)
+        if key not in self.figures:
+            self.figures[key] = self._assessed(self.block, layout, workload)
+        return self.figures[key]
+
+    def _assessed(self, block: StageGraph, layout: UniformLayout, workload: Workload) -> _Block | None:
+        cluster = self.job.cluster
+        try:
+            devices = layout.mesh(cluster).devices(cluster)
+            strategies = megatron(block.graph, layout.degrees(cluster)).strategies
+            layers = assess(block.graph, devices, workload, strategies).layers[1:]
+        except UserError:
+            return None
+        return _Block(
+            sum(
+                layer.forward_compute_s
+                + layer.backward_compute_s
+                + layer.forward_communication_s
+                + layer.backward_communication_s
+                for layer in layers
+            ),
+            sum(layer.work.state_bytes for layer in layers),
+            sum(layer.work.kept_bytes for layer in layers),
+        )

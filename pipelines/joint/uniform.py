@@ -39,12 +39,11 @@ SCHEDULES: dict[str, tuple[tuple[str, Option], ...]] = {
     "gpipe": (),
     "zero-bubble": (("policy", "H1"),),
     "chimera": (("concatenation", "direct"), ("num_pipelines", 2)),
-    "gems": (),
 }
 #: Families with several chunks per stage, by the family without.
 INTERLEAVED = {"1f1b": "interleaved-1f1b", "gpipe": "grouped-gpipe"}
 #: Families of which every device holds the stages of two pipelines in opposite directions.
-_BIDIRECTIONAL = ("chimera", "gems")
+_BIDIRECTIONAL = ("chimera",)
 
 
 @dataclass(frozen=True)
