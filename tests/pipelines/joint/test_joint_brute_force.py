@@ -303,13 +303,13 @@ def test_joint_plan_lets_a_gradient_be_reduced_behind_the_backward_pass() -> Non
 
 #: Instances of each kind.
 EXAMPLES = {
-    "without limits": 20,
-    "limited": 22,
-    "unequal workers": 22,
-    "two levels": 20,
+    "without limits": 15,
+    "limited": 18,
+    "unequal workers": 18,
+    "two levels": 15,
     "transformers": 8,
-    "deep": 8,
-    "untied and summa": 10,
+    "deep": 6,
+    "untied and summa": 8,
 }
 
 
