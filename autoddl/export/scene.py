@@ -55,7 +55,7 @@ class ClassForm:
 #: The class of a single stage sums its gradients itself, in the backward pass of a step's last micro-batch (``sync``).
 ONE_STAGE = ClassForm("LayerParameters", "local(sync)", "MESH", {}, {"sync": "bool = True"}, False)
 #: The weights of a stage of a pipeline collect gradients on each rank; the instructions of the schedule say when these are summed.
-PIPELINE = ClassForm("StageParameters", "leaves()", "placement", {"placement": "Any"}, {}, True)
+PIPELINE = ClassForm("StageParameters", "local()", "placement", {"placement": "Any"}, {}, True)
 
 
 @dataclass

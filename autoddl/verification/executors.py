@@ -11,6 +11,8 @@ from typing import Any
 
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layerwork import is_recomputed_alone, layer_work
+from autoddl.costmodel.units import format_bytes
 from autoddl.pipelines.runtime.comm.layouts import product_order
 from autoddl.pipelines.runtime.graph.meshes import check_graph_plan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import sent_messages
@@ -28,6 +30,8 @@ __all__ = ["Executor", "executor_of"]
 _MESSAGE_BYTES = 512
 #: Messages that sum the gradient of a vector (a bias, the scale of a norm), relative to a matrix; measured on 2 and 4 ranks.
 _VECTOR_MESSAGES = 1.8
+#: Note on the bytes of `_unpriced_repeats`.
+_REPEATS = "nn.Graph repeats the reduce-scatters of recomputed layers too: {} a step are predicted beside the price"
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,15 @@ def _compare_graph(
         for stage in verification.stages
     )
     counted = results[0].run_bytes
-    predicted = verification.step.predicted_bytes
+    repeated = _unpriced_repeats(fitted)
+    predicted = verification.step.predicted_bytes + repeated
     sent = None if counted is None else counted - _MESSAGE_BYTES * _num_messages(fitted, prediction)
     reason = "" if counted is None else "only whole steps can be counted inside nn.Graph"
     return replace(
         verification,
         stages=stages,
         step=PhaseCheck(predicted, sent, may_be_less=True),
+        notes=(*verification.notes, _REPEATS.format(format_bytes(repeated))) if repeated else verification.notes,
         executor=GRAPH,
         layers_not_counted_because=options["not_counted_because"] or reason,
     )
@@ -94,6 +100,22 @@ def _compare_graph(
 
 def _without_steps(phases: Mapping[str, PhaseCheck]) -> dict[str, PhaseCheck]:
     return {name: PhaseCheck(phase.predicted_bytes, None) for name, phase in phases.items()}
+
+
+def _unpriced_repeats(fitted: FittedPlan) -> float:
+    """Return the bytes that all ranks send in a step because nn.Graph runs recomputed layers again completely.
+
+    What is priced, and what the eager executor repeats, ends with the product if the rest of the layer keeps nothing.
+    """
+    graph, workload, sent = fitted.scaled.graph, fitted.scaled.workload, 0.0
+    kept = replace(workload, recompute="none")
+    for layer in graph.layers:
+        place, strategy = graph.place(layer.name), fitted.scaled.strategies[layer.name]
+        if is_recomputed_alone(kind_of(layer.kind), place, workload.recompute):
+            work, without = (layer_work(layer, strategy, w, workload.micro_batch, place) for w in (workload, kept))
+            num_repeated = len(work.backward) - len(without.backward)
+            sent += sum(step.sent_bytes for step in work.forward[num_repeated:])
+    return sent * fitted.stages[0].num_ranks * workload.num_micro_batches
 
 
 def _num_messages(fitted: FittedPlan, prediction: Prediction) -> float:

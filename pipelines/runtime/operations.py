@@ -26,7 +26,6 @@ _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
 __all__ = [
     "checkpoint",
-    "checkpoint_block",
     "concat_grouped",
     "concat_heads",
     "convolve",
@@ -242,26 +241,3 @@ def checkpoint(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return tuple(gradients) if len(gradients) > 1 else gradients[0]
 
     return _Function.apply("checkpoint", forward, backward, *(tensors[i] for i in needed))
-
-
-def checkpoint_block(block: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """Return ``block(x, *arguments)`` and keep only ``x``. The backward pass runs the block again.
-
-    The gradients of the block's weights are added up in their leaves by the backward pass of the second run.
-    """
-    if not x.requires_grad or not flow.is_grad_enabled():
-        return block(x, *arguments)
-    kept = detached(x)
-
-    def forward(ctx: Any, _: Tensor) -> Tensor:
-        with flow.no_grad():
-            return block(kept, *arguments)
-
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        with flow.enable_grad():
-            leaf = kept.detach().requires_grad_(True)
-            y = block(leaf, *arguments)
-        flow.autograd.backward([y], [dy])
-        return leaf.grad
-
-    return _Function.apply("checkpoint_block", forward, backward, x)

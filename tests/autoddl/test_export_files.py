@@ -90,7 +90,8 @@ def test_a_block_is_written_once_however_often_it_is_repeated():
     assert 'nn.ModuleList([*(Block(f"h.{i}") for i in range(40))])' in text or "Block2" in text
     assert text.count("class Block") <= 2
     model, _, library = text.partition("# ==== The library")
-    assert len(model.splitlines()) < 500 and library
+    # Two classes of 130 lines each, the plan and the model; 40 blocks would be 5,000 lines.
+    assert len(model.splitlines()) < 700 and library
 
 
 def test_only_helpers_that_are_used_are_in_a_file(plan_of):

@@ -137,6 +137,7 @@ CASES: dict[str, Case] = {
     "run_module": Case((_ACTIVATION, (20, FEATURES)), lambda x, w: x @ w.T),
     "attend": Case(((SAMPLES, ROWS, 32),), lambda x: _attend(x, 2, 2, 4, False, None)),
     "attend, causal and rotary": Case(((SAMPLES, ROWS, 32),), lambda x: _attend(x, 2, 2, 4, True, 100.0)),
+    "attend, fused in two blocks": Case(((1, 300, 32),), lambda x: _attend(x, 2, 2, 4, True, None)),
     "normalise": Case((_ACTIVATION, (FEATURES,), (FEATURES,)), _norm),
     "normalise, not centred": Case((_ACTIVATION, (FEATURES,)), _norm),
     "cross_entropy": Case(((SAMPLES, ROWS, VOCABULARY),), _cross_entropy),

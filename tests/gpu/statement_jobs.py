@@ -49,6 +49,7 @@ def _calls(ranks: Ranks) -> Mapping[str, Callable[..., Tensor]]:
         "run_module": lambda x, w: of["run_module"](_linear(backend), [x], [x.shape[1:]], [w], True),
         "attend": lambda x: of["attend"](x, ranks, 2, 2, 4, False),
         "attend, causal and rotary": lambda x: of["attend"](x, ranks, 2, 2, 4, True, 100.0),
+        "attend, fused in two blocks": lambda x: of["attend"](x, ranks, 2, 2, 4, True, is_fused=True),
         "normalise": norm(True),
         "normalise, not centred": norm(False),
         "cross_entropy": lambda x: of["cross_entropy"](x, TARGETS, _ALONE, ranks),

@@ -100,6 +100,13 @@ STALE: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
         MLP,
         lambda m: pipelined(m, replace(schedule("wpipe", 2), groups=2, synchronous=False), (1, 1, 1, 1), PAIR),
     ),
+    # A block that is run again needs the weights of its forward pass, not the newest.
+    "pipedream, blocks": (
+        gpt(layers=4, tied=False),
+        lambda m: pipelined(
+            m, replace(schedule("pipedream", 4), synchronous=False), (2, 2), PAIR, recompute=("blocks", "blocks")
+        ),
+    ),
     "pipedream": (
         MLP,
         lambda m: pipelined(m, replace(schedule("pipedream", 4, 4), synchronous=False), (1, 1, 1, 1), StageMesh(1, 1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from oneflow import nn
 
 from autoddl.pipelines.runtime.comm.layouts import ParameterLayout
+from autoddl.pipelines.runtime.operations import checkpoint
 from autoddl.pipelines.runtime.parameters import ParameterGroup, StoredParameter, parameter_groups
 from autoddl.pipelines.runtime.stepping import Ranks
 
@@ -29,15 +31,16 @@ class StageParameters(nn.Module):
         super().__init__()
         self.ranks = ranks
         self.stored = [StoredParameter(layout, ranks, placement, states) for layout, states in zip(layouts, sbp)]
+        self.given: tuple[Tensor, ...] | None = None  # what a recomputed block computes with instead
         for stored in self.stored:
             self.register_parameter(stored.layout.name.replace(".", "_"), stored.tensor)
 
-    def leaves(self) -> tuple[Tensor, ...]:
+    def local(self) -> tuple[Tensor, ...]:
         """Return this rank's blocks of the parameters, in the weight version of the current task.
 
         The blocks collect gradients on this rank. The instructions of the schedule say when these are summed over the ranks.
         """
-        return tuple(stored.leaf for stored in self.stored)
+        return tuple(stored.leaf for stored in self.stored) if self.given is None else self.given
 
 
 class LayerParameters(StageParameters):
@@ -55,11 +58,35 @@ class LayerParameters(StageParameters):
             sync: whether the backward pass sums the gradients over the ranks; parameters whose gradients are summed over the same
                 axes share one sum. If False, gradients collect on this rank until a backward pass with ``sync=True``.
         """
+        if self.given is not None:
+            return self.given
         blocks: dict[int, Tensor] = {}
         for group in self.groups:
             tensors = group.summed() if sync else group.unsummed()
             blocks.update(zip(map(id, group.parameters), tensors))
         return tuple(blocks[id(stored)] for stored in self.stored)
+
+
+def checkpoint_block(block: Any, x: Tensor, *arguments: Any) -> Tensor:
+    """Return ``block(x, *arguments)``, and keep only ``x`` and the parameters. The backward pass runs the block again.
+
+    Both runs compute with the same blocks of the parameters, which are arguments of the checkpoint: a pipeline may have loaded
+    another weight version in between, and a backward pass may ask for the gradient of ``x`` alone.
+    """
+    layers = [module for module in block.modules() if isinstance(module, StageParameters)]
+    weights = [layer.local(*arguments) for layer in layers]
+
+    def run(x: Tensor, *tensors: Tensor) -> Tensor:
+        remaining = iter(tensors)
+        try:
+            for layer in layers:
+                layer.given = tuple(itertools.islice(remaining, len(layer.stored)))
+            return block(x, *arguments)
+        finally:
+            for layer in layers:
+                layer.given = None
+
+    return checkpoint(run, x, *itertools.chain.from_iterable(weights))
 
 
 def all_parameters(model: Any) -> list[StoredParameter]:
