@@ -10,8 +10,8 @@ begins after chunks 0 to s - 1 have made the first forward pass, and the last ba
 
     step >= N t (sum of u(c) over chunks c of worker s) + t (u(0) + ... + u(s - 1))     for every worker s
 
-The first worker holds at least min(p, N) micro-batches of p stages.  If its blocks need more memory than there is, the configuration
-is not evaluated.
+The first worker holds at least min(p, N) micro-batches of p stages.  If its blocks need more memory than there is, the
+configuration is not evaluated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations, product
+from typing import Any
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
@@ -121,7 +122,8 @@ def _changes(layout: UniformLayout, workload: Workload) -> Iterator[tuple[str, U
         now = getattr(workload, word)
         for choice in choices:
             if choice != now and not (word == "activations" and layout.tensor_parallel == 1):
-                yield f"{word} {now} -> {choice}", layout, replace(workload, **{word: choice})
+                changed: dict[str, Any] = {word: choice}
+                yield f"{word} {now} -> {choice}", layout, replace(workload, **changed)
 
 
 def _valid(
