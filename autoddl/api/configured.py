@@ -406,7 +406,7 @@ def nearest_uniform(plan: Plan, *, time_limit_s: float = UNIFORM_TIME_LIMIT_S, s
     >>> plan = autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128)
     >>> found = autoddl.nearest_uniform(plan)
     >>> found.is_finished, found.flags[2]
-    (True, '--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1')
+    (True, '--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2')
     """
     from autoddl.costmodel.stopping import Stop as NoStop
     from autoddl.pipelines.joint.job import job_of
