@@ -10,8 +10,8 @@ begins after chunks 0 to s - 1 have made the first forward pass, and the last ba
 
     step >= N t (sum of u(c) over chunks c of worker s) + t (u(0) + ... + u(s - 1))     for every worker s
 
-The first worker holds at least min(p, N) micro-batches of p stages.  If its blocks need more memory than there is, the configuration
-is not evaluated.
+The first worker holds at least min(p, N) micro-batches of p stages.  If its blocks need more memory than there is, the
+configuration is not evaluated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations, product
+from typing import Any
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
@@ -41,7 +42,8 @@ __all__ = ["BestUniform", "Change", "best_uniform", "single_changes"]
 _DEGREES = {"tp": "tensor_parallel", "pp": "num_stages", "dp": "data_parallel"}
 #: Ways of recomputation of Megatron-LM.
 _MEGATRON_RECOMPUTATIONS = ("none", "selective", "blocks")
-_WORDS = {
+#: Words of the workload, with all their values.
+_WORDS: dict[str, tuple[Any, ...]] = {
     "recompute": RECOMPUTATIONS,
     "activations": ACTIVATIONS,
     "attention": ATTENTIONS,
