@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument(
         "--from-megatron",
         metavar="FILE",
-        help="take model, degrees and training options from this file of Megatron-LM's flags; dp follows from the devices",
+        help="take model, degrees and training options from this file of Megatron-LM's flags; dp is the rest of the devices",
     )
     group = parser.add_argument_group("training")
     add_batch(group)
@@ -79,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
-        help="activations as in Megatron-LM, with or without its sequence parallelism (default: split, gathered inputs kept)",
+        help="activations as in Megatron-LM, with its sequence parallelism or without (default: split, gathered inputs are kept)",
     )
     add_workload_options(group)
     group = parser.add_argument_group("comparison with the best plan")
