@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,3 +149,20 @@ def test_the_word_of_the_workload_and_dropout_decide(word, dropout, fused):
     assert call.options.get("is_fused", False) is fused
     assert ("drop" in call.options) is dropout
     assert call.options["window"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "least", "most"), [("blocks", 0.5, 2.5), ("none", 0.8, 1.5)])
+def test_a_block_keeps_about_what_is_priced(way, least, most):
+    """Each of 6 further blocks of a GPT: 2 MiB of its input alone, or 32 MiB. Slow: a process for each number of blocks."""
+    kept, priced = [], []
+    for number in (2, 8):
+        # Freed memory is returned to the system at once.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        command = [sys.executable, str(Path(__file__).with_name("kept_memory_job.py")), way, str(number)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+        found, of_price = map(float, done.stdout.split())
+        kept.append(found)
+        priced.append(of_price)
+    ratio = (kept[1] - kept[0]) / (priced[1] - priced[0])
+    assert least < ratio < most, (way, kept, priced)
