@@ -293,10 +293,11 @@ def test_bytes_are_the_predicted_ones(counted_ranks):
     """
     rng, cases = random.Random(6), []
     for name, options, recompute in (
-        ("1f1b", {}, "blocks"),
-        ("chimera", {"concatenation": "halving"}, "none"),
+        ("1f1b", {}, ("blocks", "layers")),
+        ("chimera", {"concatenation": "halving"}, ("none", "blocks")),
     ):
-        stages = [random_plan(half, 2, 4, rng, recompute=recompute) for half in cut_layers(gpt(LARGE_GPT), ["h.1"])]
+        halves = cut_layers(gpt(LARGE_GPT), ["h.1"])
+        stages = [random_plan(half, 2, 4, rng, recompute=way) for half, way in zip(halves, recompute)]
         schedule = generate(name, num_stages=2, num_micro_batches=2, width=2, **options)
         cases.append(gpt_case(schedule, stages, LARGE_GPT, rows=8, counts=True))
     layers = mlp(LARGE_MLP_WIDTHS).layers
