@@ -366,7 +366,8 @@ def test_plan_prints_the_flags_of_the_nearest_uniform_configuration(capsys, tmp_
     path = tmp_path / "start.json"
     assert run(capsys, *COMMAND, "--tp", "2", "-o", path)[0] == 0
     code, out, _ = run(capsys, "plan", *COMMAND[1:], "--like", "megatron", "--start", path, "--quiet")
-    assert code == 0 and "--tensor-model-parallel-size" in out and "uniformity costs" in out
+    assert code == 0 and "--tensor-model-parallel-size" in out
+    assert "less than the plan, which has no pipeline" in out  # a pipeline is faster on so small a model
     assert f"the start {path} takes" in out
 
 
