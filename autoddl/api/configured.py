@@ -132,9 +132,10 @@ def price(
     >>> 0.2 < plan.model_flops_utilisation < plan.hardware_flops_utilisation < 0.7
     True
     """
-    degrees = {"tp": tp, "pp": pp, "dp": dp, "interleave": interleave}
     if from_megatron is not None:
-        return _price_megatron(from_megatron, cluster, model, inputs, {**degrees, **options})
+        degrees = {"tp": tp, "pp": pp, "dp": dp, "interleave": interleave, "schedule": schedule}
+        words = {"micro_batch": micro_batch, "recompute": recompute, "sequence_parallel": sequence_parallel}
+        return _price_megatron(from_megatron, cluster, (model, inputs), {**degrees, **words, **options})
     if model is None:
         raise UserError("price needs a model, or the flags of Megatron-LM: from_megatron='args.txt'")
     if recompute not in RECOMPUTE_WORDS:
@@ -144,27 +145,37 @@ def price(
     )
     devices = _devices(cluster, tp, pp, dp, options)
     layout = UniformLayout(tp, pp, _replicas(devices, tp, pp) if dp is None else dp, interleave, schedule)
-    words: dict[str, Any] = {name: options[name] for name in ("optimizer", "attention", "gradients", "zero", "overlap")}  # type: ignore[literal-required]
-    words["precision"] = options["precision"] or devices.default_precision
-    words["recompute"] = RECOMPUTE_WORDS[recompute]
-    words["activations"] = {None: "kept", True: "regathered", False: "copied"}[sequence_parallel]
+    chosen: dict[str, Any] = {
+        name: options[name] for name in ("optimizer", "attention", "gradients", "zero", "overlap")
+    }  # type: ignore[literal-required]
+    chosen["precision"] = options["precision"] or devices.default_precision
+    chosen["recompute"] = RECOMPUTE_WORDS[recompute]
+    chosen["activations"] = {None: "kept", True: "regathered", False: "copied"}[sequence_parallel]
     batch = options["batch"] or 8 * devices.num_devices
-    return _priced(graph, devices, layout, _workload(batch, micro_batch, layout, words), options["memory_limit_bytes"])
+    return _priced(graph, devices, layout, _workload(batch, micro_batch, layout, chosen), options["memory_limit_bytes"])
 
 
 def _price_megatron(
-    path: FilePath, cluster: ClusterLike, model: object, inputs: object, given: Mapping[str, Any]
+    path: FilePath, cluster: ClusterLike, model_and_inputs: tuple[object, object], given: Mapping[str, Any]
 ) -> Plan:
     """Price the configuration of a file of Megatron-LM's flags; ``given`` are all other arguments."""
     from ..megatronflags import read_megatron_flags
 
+    if model_and_inputs != (None, None):
+        raise UserError("leave out the model: the flags of Megatron-LM describe it")
     allowed = ("dp", "nodes", "devices_per_node", "latency_s", "bandwidth", "memory_limit_bytes")
-    defaults = {"tp": 1, "pp": 1, "interleave": 1, **PRICING_DEFAULTS}
-    refused = [name for name, value in given.items() if name not in allowed and value != defaults.get(name)]
-    if model is not None or inputs is not None or refused:
-        raise UserError(
-            f"{'model' if model is not None else [*refused, 'inputs'][0]} is given by the flags of Megatron-LM, leave it out"
-        )
+    defaults = {
+        **PRICING_DEFAULTS,
+        "tp": 1,
+        "pp": 1,
+        "interleave": 1,
+        "schedule": "1f1b",
+        "micro_batch": 1,
+        "recompute": "none",
+    }
+    for name, value in given.items():
+        if name not in allowed and value != defaults.get(name):
+            raise UserError(f"leave out {name}={value!r}: the flags of Megatron-LM decide it")
     run: MegatronRun = read_megatron_flags(path)
     devices = _devices(cluster, run.tensor_parallel, run.num_stages, given["dp"], given)
     replicas = _replicas(devices, run.tensor_parallel, run.num_stages) if given["dp"] is None else given["dp"]

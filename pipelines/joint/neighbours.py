@@ -42,7 +42,8 @@ __all__ = ["BestUniform", "Change", "best_uniform", "single_changes"]
 _DEGREES = {"tp": "tensor_parallel", "pp": "num_stages", "dp": "data_parallel"}
 #: Ways of recomputation of Megatron-LM.
 _MEGATRON_RECOMPUTATIONS = ("none", "selective", "blocks")
-_WORDS = {
+#: Words of the workload, with all their values.
+_WORDS: dict[str, tuple[Any, ...]] = {
     "recompute": RECOMPUTATIONS,
     "activations": ACTIVATIONS,
     "attention": ATTENTIONS,

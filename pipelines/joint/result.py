@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, LEFT_OUT
 from autoddl.costmodel.strategy import Strategy
@@ -316,7 +317,12 @@ def priced(
     )
     limit = memory_limit_of(cluster, options)
     start = time.perf_counter()
-    evaluation = evaluate(chain, cluster, uniform_configuration(chain, cluster, layout, workload))
+    configuration = uniform_configuration(chain, cluster, layout, workload)
+    try:
+        evaluation = evaluate(chain, cluster, configuration)
+    except UserError as error:
+        degrees = f"tp {layout.tensor_parallel} x pp {layout.num_stages} x dp {layout.data_parallel}"
+        raise UserError(f"{degrees} cannot be priced: {error}") from None
     return PlanResult(
         graph=chain.graph,
         cluster=cluster,
