@@ -122,7 +122,7 @@ def test_no_command_stands_where_it_is_not_seen(page):
     for block in BLOCKS[page]:
         where = f"{page}:{block.line}"
         assert block.language in _LANGUAGES, f"{where}: the language {block.language!r} is none of {sorted(_LANGUAGES)}"
-        known = {"console": {"exit", "needs", "skip"}, "text": set(), "mermaid": set()}
+        known = {"console": {"exit", "needs", "skip"}, "text": {"file"}, "mermaid": set()}
         assert set(block.attributes) <= known.get(block.language, {"file", "of", "needs"}), where
     assert not re.search(r"^(    |\t)\s*(\$|autoddl|make|python3?|pip) ", _prose(page), re.M)
 

@@ -50,7 +50,7 @@ def distance_text(found: PlanDistance) -> Text:
     proof = "proven optimal" if best.optimal else f"the best one may be up to {best.gap or 0.0:.2%} better"
     lines = [
         f"  the best plan takes {format_seconds(best.step_s)} ({proof}), the configuration {format_seconds(plan.step_s)}: "
-        f"{found.excess:.1%} more",
+        f"{_excess(found.excess)}",
         f"  {best.view.heading}, {_shape(best)}",
     ]
     gains = "no single change of the configuration that fits gains anything"
@@ -64,6 +64,11 @@ def distance_text(found: PlanDistance) -> Text:
     )
     table = [Table.of(columns, found.changes[:_MAX_CHANGES])] if found.changes else []
     return Text((["Distance to the best plan", *lines], ["Single changes", f"  {gains}", *table]))
+
+
+def _excess(excess: float) -> str:
+    """A ratio less 1 in words."""
+    return f"{excess:.1%} more" if excess < 1 else f"{1 + excess:.1f} times as long"
 
 
 def uniform_text(found: UniformPlan) -> Text:
@@ -81,8 +86,17 @@ def uniform_text(found: UniformPlan) -> Text:
         f"  {line}{' ' + chr(92) if number + 1 < len(found.flags) else ''}" for number, line in enumerate(found.flags)
     ]
     devices = f"on {counted(uniform.cluster.num_devices, 'device')}, so dp {layout.data_parallel}"
+    excess = found.excess or 0.0
+    costs = f"uniformity costs {excess:.1%}"
+    if excess < -1e-9:
+        costs = f"{-excess:.1%} less than the plan, which"
+        costs += (
+            " is not the best one"
+            if found.plan.has_pipeline
+            else " has no pipeline; pipeline='auto' searches those, too"
+        )
     lines = [
-        f"  {format_seconds(uniform.step_s)} per step {devices}; uniformity costs {found.excess:+.1%}",
+        f"  {format_seconds(uniform.step_s)} per step {devices}; {costs}",
         f"  {format_bytes(uniform.memory_bytes)} of {format_bytes(uniform.memory_limit_bytes)} per device; {searched}",
     ]
     if workload.activations == "kept" or workload.gradients != "master":

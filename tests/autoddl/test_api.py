@@ -48,7 +48,18 @@ def joint() -> autoddl.Plan:
 
 def test_every_name_is_there_and_no_module_hides_it():
     assert set(autoddl.__all__) <= set(dir(autoddl)) and len(set(autoddl.__all__)) == len(autoddl.__all__)
-    assert set(FUNCTIONS) >= {"plan", "load", "compare", "schedule", "extract", "fit", "calibrate", "launch", "models"}
+    assert set(FUNCTIONS) >= {
+        "plan",
+        "load",
+        "compare",
+        "schedule",
+        "extract",
+        "fit",
+        "calibrate",
+        "launch",
+        "models",
+        "price",
+    }
     modules = {module.name for module in pkgutil.iter_modules(autoddl.__path__)}
     assert not modules & set(autoddl.__all__)
     with pytest.raises(AttributeError, match="no attribute 'paln'"):
@@ -108,7 +119,7 @@ def test_doctests_that_run_on_oneflow(name, tmp_path):
 # ---- Options that functions share ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plan", "compare", "launch", "train"])
+@pytest.mark.parametrize("name", ["plan", "compare", "price", "launch", "train"])
 def test_options_are_in_the_signature_and_in_the_docstring(name):
     """Each of them, with its default; one that is unknown is refused by a name that is like it."""
     function = getattr(autoddl, name)

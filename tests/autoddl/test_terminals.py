@@ -49,6 +49,8 @@ COMMANDS = {
     "diff": ("diff", "FOLDER/plan.json", "FOLDER/other.json"),
     "diff, of a pipeline": ("diff", "FOLDER/other.json", "FOLDER/pipeline.json"),
     **{f"pipeline --planner {name}": (*PROFILED, name) for name in ("dapple", "chimera", "wpipe")},
+    "price": ("price", *GPT, "--tp", "2", "--best", "--time-limit", "2"),
+    "plan --like": ("plan", *GPT, "--like", "megatron"),
     "price --runs": ("price", "--runs", "FOLDER/runs.csv"),
     "schedule": ("schedule", "chimera", "--stages", "4", "--micro-batches", "24", "--all-reduce-time", "1"),
     "schedule, asynchronous": ("schedule", "wpipe", "--stages", "40", "--micro-batches", "80", "--iterations", "3"),
