@@ -98,6 +98,7 @@ def test_nodes_follow_from_the_degrees():
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 1}, {"tp": 2, "pp": 2}, {"tp": 1, "pp": 2, "interleave": 2}])
 def test_a_priced_plan_is_saved_loaded_and_used(degrees, tmp_path: Path, capsys):
+    """Over 10 s on a busy machine: it is explained and exported, by the library and by commands."""
     plan = autoddl.price("gpt:4x64", **degrees, **SMALL)
     assert (plan.status, plan.optimal, plan.lower_bound_s, plan.gap) == ("priced", False, None, None)
     path = tmp_path / "plan.json"
@@ -365,9 +366,9 @@ def test_the_json_document_has_the_plan_and_the_distance(capsys):
 def test_plan_prints_the_flags_of_the_nearest_uniform_configuration(capsys, tmp_path: Path):
     path = tmp_path / "start.json"
     assert run(capsys, *COMMAND, "--tp", "2", "-o", path)[0] == 0
-    code, out, _ = run(capsys, "plan", *COMMAND[1:], "--like", "megatron", "--start", path, "--quiet")
-    assert code == 0 and "--tensor-model-parallel-size" in out
-    assert "less than the plan, which has no pipeline" in out  # a pipeline is faster on so small a model
+    more = ["--pipeline", "auto", "--like", "megatron", "--start", path, "--quiet"]
+    code, out, _ = run(capsys, "plan", *COMMAND[1:], *more)
+    assert code == 0 and "--tensor-model-parallel-size" in out and "uniformity costs" in out
     assert f"the start {path} takes" in out
 
 
