@@ -66,6 +66,7 @@ class Family:
         policies: Allowed policies of the warm-up of 1F1B.
         stale: Whether the schedules are asynchronous.
         weight: Share of the time of all families, relative to the weights of the others.
+        contains: Title of an earlier family whose plans all belong to this family too; None if there is none.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Family:
     policies: tuple[str, ...] = ("A", "B")
     stale: bool = False
     weight: int = 1
+    contains: str | None = None
 
     def allows(self, spec: PipelineSchedule) -> bool:
         """Whether a schedule belongs to the family."""
@@ -88,7 +90,7 @@ class Family:
 RIVAL_FAMILIES = (
     Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",), weight=8),
     Family("1F1B", ("1f1b",)),
-    Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple"),
+    Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple", contains="1F1B"),
     Family("Chimera", ("chimera",), paper="chimera", weight=3),
     Family("GPipe", ("gpipe",)),
     Family("interleaved 1F1B", ("interleaved-1f1b",)),
@@ -139,19 +141,21 @@ def plan_rivals(
     offered = [family for family in RIVAL_FAMILIES if not family.stale or job.options.allow_stale]
     time_per_weight_s = _SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
     best = one_stage
+    found: dict[str | None, Evaluation | None] = {}
     for family in RIVAL_FAMILIES:
         if family not in offered:
             yield Rival(family.title, infeasible="asynchronous; offered with allow_stale=True"), None
             continue
         # The first family, which most people use, gets a plan within any time limit; so do the others if no plan is known.
         until_found = best is None or family is RIVAL_FAMILIES[0]
-        rival, plan = _pipeline(job, family, explorer, family.weight * time_per_weight_s, until_found)
-        best = plan or best
+        known = found.get(family.contains)
+        rival, plan = _pipeline(job, family, explorer, family.weight * time_per_weight_s, until_found, known)
+        best, found[family.title] = plan or best, plan
         yield rival, plan
 
 
 def _pipeline(
-    job: PlanningJob, family: Family, explorer: Explorer, time_s: float, until_found: bool
+    job: PlanningJob, family: Family, explorer: Explorer, time_s: float, until_found: bool, known: Evaluation | None
 ) -> tuple[Rival, Evaluation | None]:
     """The best plan of a family of pipelines: from the joint search within the family, or from the planner of its paper.
 
@@ -161,12 +165,13 @@ def _pipeline(
         explorer: An explorer whose tables the search may share.
         time_s: Time limit of the search.
         until_found: Whether to continue beyond the time limit until the first plan is found.
+        known: A plan of the family that is known; None if there is none.
     """
     own = job.explorer(family.make_stages, explorer)
     settings = own.settings(job.options.base.micro_batch, family.stale, family.allows, family.uneven)
     explored = explore(own, settings, deadline=Clock(time_s, job.stop), until_found=until_found)
-    best, note, paper_step_s = explored.best, "", None
     objective = job.options.base.objective
+    best, note, paper_step_s = _better(explored.best, known, objective), "", None
     if family.paper is not None:
         clock = Clock(_SHARE_OF_PAPER * job.time_limit_s, job.stop)
         try:
@@ -175,7 +180,7 @@ def _pipeline(
             pass
         else:
             paper_step_s, note = plan.step_s if objective == "step" else None, describe_stop(clock)
-            best = plan if best is None or plan.cost(objective) < best.cost(objective) else best
+            best = _better(best, plan, objective)
     if best is None:
         reason = "no such plan fits the memory limit"
         if not explored.is_finished:
@@ -189,6 +194,13 @@ def _pipeline(
     lower = min(explored.lower_bound_s, best.step_s) if objective == "step" else None
     how = f"{describe(best)}{strategy}{note}"
     return Rival.of(family.title, best, how, lower_bound_s=lower, paper_step_s=paper_step_s), best
+
+
+def _better(one: Evaluation | None, other: Evaluation | None, objective: str) -> Evaluation | None:
+    """The plan of the lower cost; the first if both cost the same."""
+    if one is None or other is None:
+        return one or other
+    return other if other.cost(objective) < one.cost(objective) else one
 
 
 def describe_stop(clock: Clock) -> str:

@@ -70,11 +70,16 @@ def test_no_row_is_faster_than_the_plan(graph, machine, options, stale, seconds)
     assert plan_from_document(Fields(json.loads(json.dumps(document)), "plan"), "plan").is_claimed
 
 
-def test_dapple_offers_all_that_1f1b_does():
-    """Its workers may have unequal numbers of devices, and 1F1B those that Megatron's rule allows of data parallel ways."""
-    found = plan_jointly(HEAVY, MACHINE.resized(1, 3), JointOptions(Options(batch=12)))
+@pytest.mark.parametrize("seconds", [0.5, 30.0])
+def test_dapple_offers_all_that_1f1b_does(seconds):
+    """However short the time is. Its workers may have unequal numbers of devices, and 1F1B those that Megatron's rule allows of
+    data parallel ways."""
+    found = plan_jointly(HEAVY, MACHINE.resized(1, 3), JointOptions(Options(batch=12, time_limit_s=seconds)))
     rows = {family.name: family for family in found.rivals}
-    assert rows["DAPPLE"].step_s <= rows["1F1B"].step_s and rows["DAPPLE"].paper_step_s >= rows["DAPPLE"].step_s
+    if rows["1F1B"].infeasible is None:
+        assert rows["DAPPLE"].step_s <= rows["1F1B"].step_s
+    if rows["DAPPLE"].paper_step_s is not None:
+        assert rows["DAPPLE"].paper_step_s >= rows["DAPPLE"].step_s
     assert rows["Megatron + 1F1B"].paper_step_s is None
 
 
