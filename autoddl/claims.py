@@ -52,6 +52,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph_meshes import EAGER, families_of, family_of
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import OBJECTIVES
+from autoddl.costmodel.recomputation import contains, text_of, without
 from autoddl.pipelines.joint.evaluation import evaluate_unpipelined
 from autoddl.pipelines.joint.megatron_trials import NOTE
 from autoddl.pipelines.joint.paper_planners import PLANNERS
@@ -61,7 +62,13 @@ from autoddl.pipelines.joint.start import START_NOTE
 from autoddl.search import METHODS, Status
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.executorcost import executor_note_start
-from autoddl.search.options import base_workload, default_memory_limit, micro_batches, recomputations
+from autoddl.search.options import (
+    base_workload,
+    default_memory_limit,
+    micro_batches,
+    partial_recomputations,
+    recomputations,
+)
 from autoddl.search.planner import Options
 from autoddl.search.sweep import NOT_BETTER, NOT_FITTING, is_offered
 
@@ -348,23 +355,28 @@ class _Claims:
         self.check_field("space_size", sum(book.space_size(plan.workload.micro_batch) for book in books.values()))
         # Settings of the search: micro-batches that every option set has an option for, with each way of recomputation.
         whole_workload = base_workload(plan.cluster, options)
+        partial = [text_of(counts) for counts in partial_recomputations(options, plan.graph)]
         missing = {
             (size, recompute)
-            for recompute in recomputations(options, plan.graph)
+            for recompute in (*recomputations(options, plan.graph), *partial)
             for size in micro_batches(whole_workload, options)
             if any(book.space_size(size) for book in books.values())
         }
-        # Each setting is a candidate.
+        # Each setting is a candidate, alone or with other numbers of recomputed blocks.
         chosen, lower_bound = (plan.workload.micro_batch, plan.workload.recompute), math.inf
+        is_own_listed = False
         for entry in self.fields.objects("candidates"):
             setting = (entry.integer("micro_batch", 1), entry.text("recompute"))
-            if setting not in missing:
+            whole = next((one for one in missing if one[0] == setting[0] and contains(one[1], setting[1])), None)
+            if whole is None:
                 raise self.fault(f"micro_batch {setting[0]} occurs twice or is not one of the options'", entry.where)
-            missing.remove(setting)
+            missing.remove(whole)
+            missing.update((whole[0], way) for way in without(whole[1], setting[1]))
+            is_own_listed |= setting == chosen
             lower_bound = min(lower_bound, self._candidate_bound(entry, setting == chosen))
         if missing and self.fields.get("status") != "interrupted":
             raise self.fault(f"candidates lack micro_batch {min(missing)[0]}")
-        if chosen in missing:
+        if not is_own_listed:
             raise self.fault(f"candidates lack the plan's own micro_batch {chosen[0]}")
         self.check_field("lower_bound_s", min(lower_bound, self.cost))
         self.check_field("optimal", lower_bound >= self.candidate_cost * (1 - _TOLERANCE))

@@ -127,13 +127,14 @@ def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: 
         if strategy is None:
             raise UserError(f"layer {layer.name!r} has no strategy")
         _check(graph, layer, cluster, workload, strategies)
-        work = layer_work(layer, strategy, workload, workload.micro_batch, graph.place(layer.name))
+        place = graph.place(layer.name, workload.recompute)
+        work = layer_work(layer, strategy, workload, workload.micro_batch, place)
         arriving = tuple(
             step
             for producer in graph.inputs(layer.name)
             for step in edge_steps(graph[producer], strategies[producer], strategy, workload, workload.micro_batch)
         )
-        repeated = arriving if repeats_redistributions(workload, graph.place(layer.name)) else ()
+        repeated = arriving if repeats_redistributions(workload, place) else ()
         assessed.append(_assess_layer(layer, strategy, work, (arriving, repeated), cluster, workload))
     return Assessment(tuple(assessed))
 

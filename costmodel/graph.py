@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .documents import Fields, canonical_hash, check_document, load_document
@@ -35,12 +37,13 @@ from .kinds.builtin import BUILT_IN
 from .kinds.registry import kind_of
 from .layer import Layer, Parameter, Place
 from .limits import MAX_DIMS, MAX_FLOPS, MAX_LAYERS, MAX_TENSOR
+from .recomputation import block_limit
 from .writing import write_document
 
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph"]
+__all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph", "places_of"]
 
 assert BUILT_IN  # the import registers the built-in kinds
 
@@ -94,13 +97,33 @@ class LayerGraph:
         """The producers of a layer's inputs, in order; empty if the layer reads the data itself."""
         return self._inputs[name]
 
-    def place(self, name: str) -> Place:
-        """The place of a layer: what recomputation and the cost of the layer depend on besides the layer itself."""
-        return self._places[name]
+    def place(self, name: str, recompute: str) -> Place:
+        """The place of a layer: what recomputation and the cost of the layer depend on besides the layer itself.
+
+        Args:
+            name: The layer.
+            recompute: A way of recomputation (:mod:`.recomputation`). The places depend on the number of recomputed blocks alone.
+        """
+        blocks = block_limit(recompute)
+        if blocks not in self._places:
+            places = places_of(self.layers, self.edges, self.part_of, recompute)
+            self._places[blocks] = dict(zip((layer.name for layer in self.layers), places))
+        return self._places[blocks][name]
 
     @cached_property
-    def _places(self) -> dict[str, Place]:
-        return dict(zip((layer.name for layer in self.layers), places_of(self.layers, self.edges, self.part_of)))
+    def _places(self) -> dict[int | None, dict[str, Place]]:
+        return {}
+
+    @cached_property
+    def block_runs(self) -> tuple[int, ...]:
+        """The numbers of repeated blocks, by runs of blocks of one kind that follow each other; empty if there are none.
+
+        >>> from autoddl.zoo import resolve_model
+        >>> resolve_model("gpt:4x64").block_runs, resolve_model("mlp:8,8").block_runs
+        ((4,), ())
+        """
+        blocks = dict.fromkeys((layer.block, layer.block_index) for layer in self.layers if layer.block)
+        return tuple(len(list(run)) for _, run in groupby(blocks, key=lambda block: block[0]))
 
     @property
     def has_loss(self) -> bool:
@@ -176,7 +199,7 @@ class LayerGraph:
 
 
 def places_of(
-    layers: Sequence[Layer], edges: Sequence[tuple[str, str]], whole: LayerGraph | None = None
+    layers: Sequence[Layer], edges: Sequence[tuple[str, str]], whole: LayerGraph | None, recompute: str
 ) -> tuple[Place, ...]:
     """Return the places of layers in their graph, or in a part of it.
 
@@ -184,12 +207,13 @@ def places_of(
         layers: the layers, in topological order.
         edges: (producer, consumer) by name.
         whole: the model that the layers are a stage of. It decides which of them are recomputed, so that this does not depend on
-            the stages that the model is cut into.
+            the stages that the model is cut into; None if the layers are a model.
+        recompute: a way of recomputation (:mod:`.recomputation`); with ``blocks:K`` only layers of the first K blocks are
+            recomputed.
     """
-    indices: dict[str, set[int]] = {}
-    for layer in layers:
-        if layer.block:
-            indices.setdefault(layer.block, set()).add(layer.block_index)
+    blocks = dict.fromkeys((layer.block, layer.block_index) for layer in layers if layer.block)
+    recomputed = set(list(blocks)[: block_limit(recompute)])
+    repetitions = Counter(block for block, _ in recomputed)
     by_name = {layer.name: layer for layer in layers}
     fed = {target for _, target in edges}
     feeding_loss = {source for source, target in edges if kind_of(by_name[target].kind).is_loss}
@@ -198,16 +222,19 @@ def places_of(
     for layer in layers:
         key = (layer.block, layer.block_index)
         if whole is not None and layer.name in whole:
-            is_recomputed = whole.place(layer.name).is_recomputed
+            is_recomputed = whole.place(layer.name, "none").is_recomputed
         else:
             ends = layer.is_loss or layer.name in feeding_loss
-            is_recomputed = (bool(layer.block) if indices else not ends) and kind_of(layer.kind).is_recomputed
+            is_recomputed = (bool(layer.block) if blocks else not ends) and kind_of(layer.kind).is_recomputed
+        if layer.block and key not in recomputed:
+            places.append(Place(is_first=layer.name not in fed, is_recomputed=False))
+            continue
         places.append(
             Place(
                 is_first=layer.name not in fed,
                 is_recomputed=is_recomputed,
                 begins_block=bool(layer.block) and key not in begun,
-                repetitions=len(indices.get(layer.block, ())),
+                repetitions=repetitions[layer.block],
             )
         )
         begun.add(key)

@@ -36,8 +36,8 @@ class Place:
         is_recomputed: Whether recomputation runs the layer again: it is in a repeated block, or its model has no blocks and it
             neither computes the loss nor is followed by the loss alone.  The backward pass of the layers at the end of a model
             follows their forward pass directly, so that recomputation would save nothing.
-        begins_block: Whether it is the first layer of a repetition of a block.
-        repetitions: Number of repetitions of its block in the graph; 0 outside of blocks.
+        begins_block: Whether it is the first layer of a repetition of a block that recomputation runs again.
+        repetitions: Number of repetitions of its block in the graph that recomputation runs again; 0 outside of them.
     """
 
     is_first: bool = False

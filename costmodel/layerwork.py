@@ -12,7 +12,7 @@ memory bandwidth.
 :class:`autoddl.costmodel.cluster.Cluster` converts them to seconds: ``time`` a step, ``local_time`` local work.
 
 **Memory.**  Per micro-batch in flight, a layer keeps the activations of its body.  With recomputation it keeps less, and the
-backward pass begins with the forward pass of the layer (:data:`.workload.RECOMPUTATIONS`):
+backward pass begins with the forward pass of the layer (:mod:`.recomputation`):
 
 =============  ==================================  ==========================  ==================================================
 recompute      layers that are recomputed          kept per micro-batch        once, while a layer or block is recomputed
@@ -21,6 +21,7 @@ none           none                                activations of the body     -
 selective      cores of attention                  evenly split input          activations of the body, as a part of the buffer
 layers         all (:class:`.layer.Place`)         evenly split input          activations of the body, as a part of the buffer
 blocks         all in repeated blocks              the input of each block     the activations of all layers of one block
+blocks:K       all in the first K blocks           the input of each of them   the activations of all layers of one block
 =============  ==================================  ==========================  ==================================================
 
 The buffer exists only while the layer runs: gathered input and unreduced output, and with recomputation of the layer the recomputed
@@ -37,6 +38,7 @@ from .kinds.kind import Body, LayerKind, LayerQuantities, Number
 from .kinds.registry import kind_of
 from .layer import Layer, Place
 from .localwork import LocalWork, elementwise
+from .recomputation import word_of
 from .strategy import Strategy, StrategyGroup
 from .workload import Workload
 
@@ -90,7 +92,7 @@ def layer_work(
         samples: samples per micro-batch over all devices, a number >= 0.  All figures are affine in it:
             :data:`autoddl.costmodel.affine.VARIABLE` gives each figure that depends on it as an
             :class:`autoddl.costmodel.affine.Affine`.
-        place: the place of the layer in its graph.
+        place: the place of the layer in its graph, for the workload's way of recomputation.
     """
     kind, quantities = kind_of(layer.kind), LayerQuantities(layer, strategy, workload, samples)
     body = kind.work(quantities, place.is_first)
@@ -123,7 +125,7 @@ def layer_work(
 
 def repeats_redistributions(workload: Workload, place: Place) -> bool:
     """Return whether the backward pass of a layer repeats the redistributions of its inputs: its whole block is recomputed."""
-    return workload.recompute == "blocks" and is_in_recomputed_block(place)
+    return word_of(workload.recompute) == "blocks" and is_in_recomputed_block(place)
 
 
 def is_in_recomputed_block(place: Place) -> bool:
@@ -137,7 +139,7 @@ def is_recomputed_alone(kind: LayerKind, place: Place, recompute: str) -> bool:
     Args:
         kind: The kind of the layer.
         place: The place of the layer in its graph.
-        recompute: One of :data:`.workload.RECOMPUTATIONS`.
+        recompute: A way of recomputation.
     """
     return place.is_recomputed and (recompute == "layers" or (recompute == "selective" and kind.is_selected))
 

@@ -37,6 +37,7 @@ from .layoutprices import LayoutPrices, communication_time
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
 from .problem import Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
+from .recomputation import word_of
 from .redistribution import redistribute, steps
 from .strategy import Strategy, enumerate_strategies, group_strategies, transposed
 from .table import ClassCosts, CostTable, Edge
@@ -158,7 +159,7 @@ class PriceBook:
         first: dict[object, Layer] = {}
         for name in variable.layers:
             layer = self.graph[name]
-            key = (layer.signature(), self.graph.place(name), name in variable.swapped)
+            key = (layer.signature(), self.graph.place(name, self.workload.recompute), name in variable.swapped)
             counts[key] = counts.get(key, 0) + 1
             first.setdefault(key, layer)
         whole = (tuple(counts.items()), variable.option_set)
@@ -171,7 +172,9 @@ class PriceBook:
         return self._prices[whole]
 
     def _price_layer(self, layer: Layer, key: object, variable: Variable) -> _Prices:
-        whole = (key, variable.options, replace(self.workload, batch=1, micro_batch=1))
+        # The number of recomputed blocks is in the place.
+        recompute = word_of(self.workload.recompute)
+        whole = (key, variable.options, replace(self.workload, batch=1, micro_batch=1, recompute=recompute))
         if whole not in self._layer_prices:
             self._layer_prices[whole] = _price_layer(self, layer, variable)
         return self._layer_prices[whole]
@@ -345,7 +348,7 @@ class PriceBook:
         for source, target in self.graph.edges:
             if owner[source] != owner[target]:
                 layer = self.graph[source]
-                is_repeated = repeats_redistributions(self.workload, self.graph.place(target))
+                is_repeated = repeats_redistributions(self.workload, self.graph.place(target, self.workload.recompute))
                 tensor = (edge_shape(layer, 1)[1], layer.output_elements, is_repeated)
                 edges.setdefault((owner[source], owner[target]), Counter())[tensor] += 1
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
@@ -531,7 +534,8 @@ class _Prices:
 
 
 def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
-    cluster, place, precision = book.cluster, book.graph.place(layer.name), book.workload.precision
+    cluster, precision = book.cluster, book.workload.precision
+    place = book.graph.place(layer.name, book.workload.recompute)
     strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
     columns = np.zeros((15, len(strategies)))
     for group in group_strategies(strategies, cluster.size_dependent_levels):

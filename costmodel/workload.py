@@ -29,6 +29,7 @@ from .errors import UserError
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_that_work
 from .precision import Precision, precision_of
+from .recomputation import check_recomputation
 
 __all__ = [
     "ACTIVATIONS",
@@ -37,18 +38,11 @@ __all__ = [
     "NUM_BUCKETS",
     "OPTIMIZERS",
     "OVERLAPS",
-    "RECOMPUTATIONS",
     "Workload",
 ]
 
 #: Number of states, of the master type, that each optimizer has per trained element.
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
-
-#: What the backward pass recomputes.  ``none`` keeps everything.  ``selective`` computes the core of attention again, from its
-#: input. ``layers`` keeps the evenly split input of every layer, and repeats the layer's forward pass before its backward pass.
-#: ``blocks`` keeps the input of every repeated block, and repeats the block's forward pass; layers outside of the blocks
-#: (embedding, head, loss) are not recomputed.
-RECOMPUTATIONS = ("none", "selective", "layers", "blocks")
 
 #: How attention is computed.  ``fused`` kernels compute the scores piece by piece, skip those that a causal mask discards, and keep
 #: none of them.  ``dense`` products compute all scores and keep the probabilities for the backward pass.
@@ -80,7 +74,7 @@ class Workload:
             ``batch / micro_batch`` passes.
         precision: ``float32``, ``mixed``, ``bfloat16`` or ``fp8``; on CPU ranks also their stand-ins.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
-        recompute: one of :data:`RECOMPUTATIONS`.
+        recompute: what the backward pass computes again, a way of :mod:`.recomputation`.
         attention: one of :data:`ATTENTIONS`.
         gradients: one of :data:`GRADIENTS`.
         zero: 1 if optimizer states are divided among the devices that hold the same parameters (ZeRO, stage 1), else 0.
@@ -116,6 +110,7 @@ class Workload:
             nearest = nearest_that_work("micro-batch", self.micro_batch, divisors(self.batch))
             raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}; {nearest}")
         precision_of(self.precision)
+        check_recomputation(self.recompute)
         for name, known in _WORDS.items():
             value = getattr(self, name)
             if value not in known:
@@ -197,7 +192,6 @@ class Workload:
 #: The values that are allowed for each attribute.
 _WORDS: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
-    "recompute": RECOMPUTATIONS,
     "attention": ATTENTIONS,
     "gradients": GRADIENTS,
     "zero": (0, 1),

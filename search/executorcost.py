@@ -16,7 +16,8 @@ from autoddl.costmodel.units import format_memory_limit, format_percent, format_
 
 from .comparison import BaselineFigures
 from .options import Options
-from .sweep import SAME, BestPlan, InfeasibleError, PriceBooks, Sweep, smallest_limit
+from .pricebooks import PriceBooks, smallest_limit
+from .sweep import SAME, BestPlan, InfeasibleError, Sweep
 
 __all__ = ["AllStrategies", "best_of_all_strategies", "executor_note", "executor_note_start", "infeasible_for_executor"]
 

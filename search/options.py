@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
+from autoddl.costmodel.recomputation import RECOMPUTATIONS, block_limit, check_recomputation
+from autoddl.costmodel.workload import Workload
 
 from . import METHODS
 
@@ -21,8 +23,10 @@ __all__ = [
     "Options",
     "base_workload",
     "default_memory_limit",
+    "is_tried",
     "memory_limit_of",
     "micro_batches",
+    "partial_recomputations",
     "recomputations",
 ]
 
@@ -47,8 +51,8 @@ class Options:
         memory_limit_bytes: per device; None for :func:`default_memory_limit`.
         precision: of the training; None for the default of the cluster's device.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
-        recompute: what to recompute (:data:`autoddl.costmodel.workload.RECOMPUTATIONS`); True for any recomputation, False for
-            none, None to choose it.
+        recompute: what to recompute (:mod:`autoddl.costmodel.recomputation`); True for any recomputation, False for none, None
+            to choose it.
         attention, gradients, zero, activations, overlap: as in :class:`autoddl.costmodel.workload.Workload`.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
@@ -127,8 +131,7 @@ def recomputations(options: Options, graph: LayerGraph) -> tuple[str, ...]:
     recomputes single layers only.
     """
     if isinstance(options.recompute, str):
-        if options.recompute not in RECOMPUTATIONS:
-            raise UserError(f"recompute {options.recompute!r} is not one of {', '.join(RECOMPUTATIONS)}")
+        check_recomputation(options.recompute)
         return (options.recompute,)
     useless = set()
     if options.attention == "fused" or not any(kind_of(layer.kind).is_selected for layer in graph.layers):
@@ -138,6 +141,25 @@ def recomputations(options: Options, graph: LayerGraph) -> tuple[str, ...]:
     if options.recompute is not None:
         useless.update(RECOMPUTATIONS[:1] if options.recompute else RECOMPUTATIONS[1:])
     return tuple(name for name in RECOMPUTATIONS if name not in useless)
+
+
+def partial_recomputations(options: Options, graph: LayerGraph) -> tuple[range, ...]:
+    """The numbers K of ``blocks:K`` that the options allow and that differ from ``none`` and ``blocks``.
+
+    Returns:
+        Ranges in each of which memory does not increase with K: each ends with the blocks of one kind.
+    """
+    if isinstance(options.recompute, str) or "blocks" not in recomputations(options, graph):
+        return ()
+    ends = list(itertools.accumulate(graph.block_runs))
+    ranges = (range(first + 1, min(end, ends[-1] - 1) + 1) for first, end in zip([0, *ends], ends))
+    return tuple(counts for counts in ranges if counts)
+
+
+def is_tried(recompute: str, options: Options, graph: LayerGraph) -> bool:
+    """Whether the options allow a way of recomputation for a model."""
+    ranges = partial_recomputations(options, graph)
+    return recompute in recomputations(options, graph) or any(block_limit(recompute) in counts for counts in ranges)
 
 
 def base_workload(cluster: Cluster, options: Options, recompute: str = "none") -> Workload:

@@ -26,6 +26,7 @@ from . import Result, Status
 from .comparison import BaselineFigures, baseline_figures
 from .executorcost import AllStrategies, best_of_all_strategies, executor_note, infeasible_for_executor
 from .options import Options, memory_limit_of
+from .pricebooks import PriceBooks
 from .sweep import (
     NOT_BETTER,
     SAME,
@@ -33,7 +34,6 @@ from .sweep import (
     Candidate,
     InfeasibleError,
     NothingFoundError,
-    PriceBooks,
     StartPlan,
     Sweep,
     is_offered,

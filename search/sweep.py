@@ -15,11 +15,16 @@ A bound of one setting may hold for another one, because more micro-batches and 
 
     cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
 
-where each way of recomputation repeats at least as much as the one before it (none, selective, layers, blocks),
-and a micro-batch that divides another one allows a subset of its strategies (4 does not divide 6: p0 = 4 is possible for 4
-samples, not for 6).  So without the memory limit, the optimum does not decrease from a micro-batch to its divisors, or with
-recomputation.  The first does not hold if a redistribution may become cheaper with smaller micro-batches
-(:attr:`autoddl.costmodel.pricing.PriceBook.may_shrink`).
+where each way of recomputation repeats at least as much as the one before it (none, selective, layers, blocks; blocks:K is
+between none and blocks, and repeats more the greater K is), and a micro-batch that divides another one allows a subset of its
+strategies (4 does not divide 6: p0 = 4 is possible for 4 samples, not for 6).  So without the memory limit, the optimum does not
+decrease from a micro-batch to its divisors, or with recomputation.  The first does not hold if a redistribution may become cheaper
+with smaller micro-batches (:attr:`autoddl.costmodel.pricing.PriceBook.may_shrink`).
+
+**Numbers of recomputed blocks.**  The ways blocks:K of a micro-batch begin as one setting, for all K from k to k'.  At any
+strategies the time is at least that of blocks:k, and the memory is at least that of blocks:k'.  So the table with the costs of
+blocks:k and the memory of blocks:k' bounds all of them.  When its bracket does not settle it, it is divided in two halves.  The
+bracket's choice becomes a plan with the least K at which it fits.
 
 When a stop is requested (:mod:`autoddl.costmodel.stopping`), the remaining settings keep their best known bounds, and the plan is
 the best choice found so far by a search, a bracket or a baseline.
@@ -34,20 +39,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.graph_meshes import EAGER, why_not_executable
-from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.graph_meshes import why_not_executable
 from autoddl.costmodel.problem import Problem
+from autoddl.costmodel.recomputation import contains, first_blocks, repeats_no_more, text_of, without
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_memory_limit
-from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
+from autoddl.costmodel.workload import Workload
 
-from . import Bracket, Result, Status, bracket, progress_bar, separable_bound, separable_memory, smallest_memory, solve
+from . import Bracket, Result, Status, bracket, progress_bar, separable_bound, solve
 from .comparison import BaselineFigures
-from .options import DEFAULT_TIME_LIMIT_S, Options, base_workload, micro_batches, recomputations
+from .options import (
+    DEFAULT_TIME_LIMIT_S,
+    Options,
+    base_workload,
+    is_tried,
+    partial_recomputations,
+)
+from .pricebooks import PriceBooks, smallest_limit
 
 __all__ = [
     "NOT_BETTER",
@@ -57,11 +68,9 @@ __all__ = [
     "Candidate",
     "InfeasibleError",
     "NothingFoundError",
-    "PriceBooks",
     "StartPlan",
     "Sweep",
     "is_offered",
-    "smallest_limit",
 ]
 
 #: Relative difference of costs below which two plans count as equally good.
@@ -75,7 +84,7 @@ class Candidate:
     """One setting of the sweep, and how it was settled.
 
     Attributes:
-        micro_batch, recompute: the setting.
+        micro_batch, recompute: the setting; ``blocks:k-k'`` stands for several numbers of recomputed blocks.
         outcome: how its search ended, as text.
         cost: cost of its best plan [s]; inf if none was found.
         lower_bound: a valid lower bound on the cost of its plans [s].
@@ -124,14 +133,22 @@ class _Setting:
     """A setting in the queue.
 
     Attributes:
-        problem: its search problem.
+        problem: its search problem; for several numbers of recomputed blocks the costs are those of the least number, and the
+            memory is that of the greatest.
         bound: its best known lower bound [s].
         bracket: its bracket; None if it was not computed yet.
+        counts: the numbers K, if the setting is blocks:K; else empty.
     """
 
     problem: Problem
     bound: float
     bracket: Bracket | None = None
+    counts: range = range(0)
+
+    @property
+    def recompute(self) -> str:
+        """The way of recomputation, or ``blocks:k-k'`` for several numbers of recomputed blocks."""
+        return text_of(self.counts) if self.counts else self.problem.workload.recompute
 
 
 @dataclass(frozen=True)
@@ -183,73 +200,6 @@ def _cheapest(figures: Sequence[BaselineFigures], graph: LayerGraph, options: Op
         and is_offered(one.name, one.strategies, graph, options)
     ]
     return min(plans, key=lambda plan: plan.cost, default=None)
-
-
-class PriceBooks:
-    """The price books of one graph on one cluster, shared by the baselines and all searches."""
-
-    def __init__(self, graph: LayerGraph, cluster: Cluster):
-        self.graph, self.cluster = graph, cluster
-        self._books: dict[tuple[Workload, bool, str], PriceBook] = {}
-
-    def book(self, workload: Workload, untied: bool, executor: str = EAGER) -> PriceBook:
-        """The book of a workload, tied or untied, with Summa meshes (if the executor has any), which a problem may leave out."""
-        key = (workload, untied, executor)
-        if key not in self._books:
-            share_with = next(
-                (book for (_, *others), book in self._books.items() if others == [untied, executor]), None
-            )
-            share_with = share_with or next(iter(self._books.values()), None)
-            self._books[key] = PriceBook(
-                self.graph, self.cluster, workload, untied, summa=True, share_with=share_with, executor=executor
-            )
-        return self._books[key]
-
-    def space_size(self, workload: Workload, untied: bool, executor: str) -> int:
-        """The number of assignments of strategies for one setting; 0 if the executor can execute no strategy of some layer."""
-        try:
-            return self.book(workload, untied, executor).space_size(workload.micro_batch)
-        except UserError:
-            return 0
-
-    @property
-    def may_shrink(self) -> bool:
-        """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
-        return any(book.may_shrink for book in self._books.values())
-
-    def problems(
-        self, options: Options, untied: bool, summa: bool = True, executor: str = EAGER
-    ) -> Iterator[Problem | UserError]:
-        """The problem of every setting that the options allow, or the reason why it has none.
-
-        Args:
-            options: batch, micro-batch, recomputation and objective; what else they choose is given by the other arguments.
-            untied, summa, executor: of the problems.
-
-        Raises:
-            UserError: an option is out of range.
-        """
-        for recompute in recomputations(options, self.graph):
-            workload = base_workload(self.cluster, options, recompute)
-            book = self.book(workload, untied, executor)
-            for micro_batch in micro_batches(workload, options):
-                try:
-                    yield book.problem(workload.batch, micro_batch, options.objective, summa)
-                except UserError as fault:
-                    yield fault
-
-
-def smallest_limit(problems: Sequence[Problem], stop: Stop) -> float:
-    """The smallest memory limit [bytes per device] under which one of the problems has a plan.
-
-    Raises:
-        StopRequestedError: the stop was requested before it was known.
-    """
-    least = math.inf
-    for problem in sorted(problems, key=lambda problem: separable_memory(problem.layer_table)):
-        if separable_memory(problem.layer_table) < least:
-            least = min(least, smallest_memory(problem.table, stop)[0])
-    return least
 
 
 def _just_above(cost: float) -> float:
@@ -321,15 +271,14 @@ class Sweep:
             UserError: it is not in the space.
         """
         options, own = self.options, start.workload
-        if own.recompute not in recomputations(options, self.graph):
+        if not is_tried(own.recompute, options, self.graph):
             raise UserError(f"recomputation {own.recompute} is not tried")
         workload = base_workload(self.cluster, options, own.recompute)
         if own.batch != workload.batch:
             raise UserError(f"its batch is {own.batch}, not {workload.batch}")
         if options.micro_batch not in (None, own.micro_batch):
             raise UserError(f"its micro-batch is {own.micro_batch}, not {options.micro_batch}")
-        book = self.books.book(workload, options.untied, options.executor)
-        problem = book.problem(workload.batch, own.micro_batch, options.objective, options.summa)
+        problem = self._problem(own.micro_batch, own.recompute)
         choice = problem.choice(start.strategies)
         cost, memory = problem.table.evaluate(choice), problem.table.peak_memory(choice)
         if memory > self.limit:
@@ -356,16 +305,15 @@ class Sweep:
         heapq.heapify(queue)
         while queue and queue[0][0] < self.cutoff and not self.stop.is_requested:
             number = heapq.heappop(queue)[1]
-            sharper = self._sharpened(settings[number])
-            if sharper is not None:
-                settings[number] = sharper
-                heapq.heappush(queue, (sharper.bound, number))
+            for sharper in self._sharpened(settings[number]):
+                heapq.heappush(queue, (sharper.bound, len(settings)))
+                settings.append(sharper)
         for bound, number in sorted(queue):
             left = NOT_BETTER if bound >= self.cutoff else str(Status.INTERRUPTED)
-            self._record(settings[number].problem, NOT_FITTING if bound == math.inf else left, bound)
+            self._record(settings[number], NOT_FITTING if bound == math.inf else left, bound)
         best = self._best(settings)
         if best is None:
-            raise self._failure([setting.problem for setting in settings])
+            raise self._failure([setting.problem for setting in settings if len(setting.counts) < 2])
         return best
 
     def _best(self, settings: Sequence[_Setting]) -> BestPlan | None:
@@ -380,17 +328,17 @@ class Sweep:
         if known_plan is None or (found is not None and found.result.cost < _just_above(known_plan.cost)):
             return found
         workload = known_plan.workload
-        problem = next((one.problem for one in settings if one.problem.workload == workload), None)
+        problem = next(
+            (one.problem for one in settings if one.problem.workload == workload and len(one.counts) < 2), None
+        )
         if problem is None:  # the stop came before its setting was priced
-            book = self.books.book(workload, self.options.untied, self.options.executor)
-            problem = book.problem(workload.batch, workload.micro_batch, self.options.objective, self.options.summa)
+            problem = self._problem(workload.micro_batch, workload.recompute)
         choice = problem.choice(known_plan.strategies)
         cost = problem.table.evaluate(choice)
         status = Status.INTERRUPTED if self.stop.is_requested else Status.LIMIT_REACHED
-        bounds = [one.lower_bound for one in self.candidates if (one.micro_batch, one.recompute) == known_plan.setting]
-        bound = min(cost, *bounds) if bounds else 0.0
-        self.candidates = [one for one in self.candidates if (one.micro_batch, one.recompute) != known_plan.setting]
-        self._record(problem, str(status), bound, cost)
+        settled = self._without(known_plan.setting)
+        bound = 0.0 if settled is None else min(cost, settled.lower_bound)
+        self._record(_Setting(problem, bound), str(status), bound, cost)
         result = Result(
             method=self.options.method,
             status=status,
@@ -425,25 +373,71 @@ class Sweep:
                 bound = separable_bound(problem.layer_table, self.limit)
             found += 1
             yield _Setting(problem, bound)
+            if problem.workload.recompute == "blocks":
+                for counts in partial_recomputations(options, self.graph):
+                    with self._timed():
+                        yield self._partial_setting(problem.workload.micro_batch, counts)
         if not found and fault is not None:
             raise fault
 
-    def _sharpened(self, setting: _Setting) -> _Setting | None:
-        """The setting with its next bound; None if it is settled."""
+    def _problem(self, micro_batch: int, recompute: str) -> Problem:
+        """The search problem of a setting."""
+        options, workload = self.options, base_workload(self.cluster, self.options, recompute)
+        book = self.books.book(workload, options.untied, options.executor)
+        return book.problem(workload.batch, micro_batch, options.objective, options.summa)
+
+    def _partial_setting(self, micro_batch: int, counts: range, bound: float = -math.inf) -> _Setting:
+        """The setting blocks:K for all numbers K of ``counts``, with its separable bound if that is above ``bound``."""
+        problem = self._problem(micro_batch, first_blocks(counts[0]))
+        if len(counts) > 1:
+            least_memory = self._problem(micro_batch, first_blocks(counts[-1])).layer_table.memory
+            problem = replace(problem, layer_table=replace(problem.layer_table, memory=least_memory))
+        return _Setting(problem, max(bound, separable_bound(problem.layer_table, self.limit)), counts=counts)
+
+    def _sharpened(self, setting: _Setting) -> tuple[_Setting, ...]:
+        """The setting with its next bound, or its halves; nothing if it is settled."""
+        counts, workload = setting.counts, setting.problem.workload
+        if setting.bracket is not None and len(counts) > 1:
+            half = len(counts) // 2
+            with self._timed():
+                halves = (counts[:half], counts[half:])
+                return tuple(self._partial_setting(workload.micro_batch, part, setting.bound) for part in halves)
         if setting.bracket is not None:
             self._search(setting, setting.bracket)
-            return None
-        inherited = self._free_bound(setting.problem.workload)
+            return ()
+        inherited = self._free_bound(workload)
         if inherited > setting.bound:
-            return replace(setting, bound=inherited)
-        workload, table = setting.problem.workload, setting.problem.table
+            return (replace(setting, bound=inherited),)
+        table = setting.problem.table
         with self._timed():
             known = bracket(table, self.limit, self.cutoff, self.stop)
         self.free[workload.micro_batch, workload.recompute] = known.free
-        if known.choice is not None and (self.known_plan is None or known.cost < self.known_plan.cost):
-            self.known_plan = _KnownPlan(known.cost, workload, setting.problem.strategies(known.choice))
-            self.cutoff = min(self.cutoff, _just_above(known.cost))
-        return replace(setting, bound=max(setting.bound, known.bound), bracket=known)
+        if known.choice is not None and known.cost < self.cutoff:
+            self._offer(self._fitted(setting, known.choice), known.choice)
+        return (replace(setting, bound=max(setting.bound, known.bound), bracket=known),)
+
+    def _fitted(self, setting: _Setting, choice: tuple[int, ...]) -> Problem:
+        """The problem of a setting in which a choice fits: of several numbers of recomputed blocks the least."""
+        counts, micro_batch = setting.counts, setting.problem.workload.micro_batch
+        if len(counts) < 2:
+            return setting.problem
+
+        def problem_of(count: int) -> Problem:
+            return self._problem(micro_batch, first_blocks(count))
+
+        # Memory does not increase with the number of blocks, and the choice fits with the greatest.
+        while len(counts) > 1:
+            half = (len(counts) - 1) // 2
+            fits = problem_of(counts[half]).layer_table.peak_memory(choice) <= self.limit
+            counts = counts[: half + 1] if fits else counts[half + 1 :]
+        return problem_of(counts[0])
+
+    def _offer(self, problem: Problem, choice: tuple[int, ...]) -> None:
+        """Keep a plan that fits, if it is the best one so far."""
+        cost = problem.table.evaluate(choice)
+        if self.known_plan is None or cost < self.known_plan.cost:
+            self.known_plan = _KnownPlan(cost, problem.workload, problem.strategies(choice))
+            self.cutoff = min(self.cutoff, _just_above(cost))
 
     def _free_bound(self, workload: Workload) -> float:
         """A lower bound without the memory limit, from the bounds of other settings."""
@@ -452,7 +446,7 @@ class Sweep:
             (
                 free
                 for (micro_batch, recompute), free in self.free.items()
-                if RECOMPUTATIONS.index(recompute) <= RECOMPUTATIONS.index(workload.recompute)
+                if repeats_no_more(recompute, workload.recompute)
                 and (micro_batch == workload.micro_batch or (is_growing and micro_batch % workload.micro_batch == 0))
             ),
             default=-math.inf,
@@ -478,18 +472,31 @@ class Sweep:
         self.evaluations += max(result.evaluations, int(result.choice is not None))
         lower = max(setting.bound, result.lower_bound)
         if lower == math.inf:
-            self._record(problem, NOT_FITTING, math.inf)
+            self._record(setting, NOT_FITTING, math.inf)
         elif result.choice is None:
-            self._record(problem, NOT_BETTER if lower >= self.cutoff else str(result.status), lower)
+            self._record(setting, NOT_BETTER if lower >= self.cutoff else str(result.status), lower)
         else:
-            self._record(problem, str(result.status), lower, result.cost)
+            self._record(setting, str(result.status), lower, result.cost)
             if self.best is None or result.cost < self.best.result.cost:
                 self.best = BestPlan(problem, result)
                 self.cutoff = min(self.cutoff, result.cost)
 
-    def _record(self, problem: Problem, outcome: str, bound: float, cost: float = math.inf) -> None:
-        workload = problem.workload
-        self.candidates.append(Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound))
+    def _record(self, setting: _Setting, outcome: str, bound: float, cost: float = math.inf) -> None:
+        micro_batch = setting.problem.workload.micro_batch
+        self.candidates.append(Candidate(micro_batch, setting.recompute, outcome, cost, bound))
+
+    def _without(self, setting: tuple[int, str]) -> Candidate | None:
+        """Take a setting out of the candidates, and return how it was settled; None if it is not among them.
+
+        If it was settled together with others, these stay candidates.
+        """
+        micro_batch, recompute = setting
+        for number, one in enumerate(self.candidates):
+            if one.micro_batch == micro_batch and contains(one.recompute, recompute):
+                rest = [replace(one, recompute=way) for way in without(one.recompute, recompute)]
+                self.candidates[number : number + 1] = rest
+                return one
+        return None
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

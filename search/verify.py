@@ -121,7 +121,8 @@ def _cost_of(
     objective: str,
 ) -> Any:
     """Cost of one layer per training step [s], without redistributions; for a group of strategies an array."""
-    work = layer_work(graph[name], strategy, workload, workload.micro_batch, graph.place(name))
+    place = graph.place(name, workload.recompute)
+    work = layer_work(graph[name], strategy, workload, workload.micro_batch, place)
     communication = cluster.exposed_part(work) * sum(cluster.time(step) for step in (*work.forward, *work.backward))
     per_step = sum(cluster.time(step) for step in work.gradient)
     if objective != "communication":
@@ -146,7 +147,7 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
     known: dict[object, float] = {}
     total = 0.0
     for layer in graph.layers:
-        key = (layer.signature(), graph.place(layer.name))
+        key = (layer.signature(), graph.place(layer.name, workload.recompute))
         if key not in known:
             offered = _offered(graph, cluster, workload, layer.name, claim, claim.summa)
             known[key] = min(

@@ -13,8 +13,9 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.precision import PRECISIONS
 from autoddl.costmodel.reading import parse_figure
+from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.units import to_si
-from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS, OVERLAPS, RECOMPUTATIONS
+from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS, OVERLAPS
 from autoddl.search import METHODS
 
 from ..api import inputs

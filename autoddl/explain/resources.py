@@ -44,7 +44,8 @@ class ResourceBook:
     def __init__(self, graph: LayerGraph, cluster: Cluster, workload: Workload):
         self.graph, self.cluster, self.workload = graph, cluster, workload
         self.names = resource_names(cluster)
-        self._signatures = {layer.name: (layer.signature(), graph.place(layer.name)) for layer in graph.layers}
+        self._places = {layer.name: graph.place(layer.name, workload.recompute) for layer in graph.layers}
+        self._signatures = {layer.name: (layer.signature(), self._places[layer.name]) for layer in graph.layers}
         self._layers: dict[object, np.ndarray] = {}
         self._edges: dict[object, np.ndarray] = {}
 
@@ -74,7 +75,7 @@ class ResourceBook:
         total = self._layers[key]
         for producer in self.graph.inputs(layer.name):
             forward, backward, once = self._edge(self.graph[producer], strategies[producer], strategy)
-            if repeats_redistributions(self.workload, self.graph.place(layer.name)):
+            if repeats_redistributions(self.workload, self._places[layer.name]):
                 backward = backward + forward
             total = total + np.stack([forward, backward, once])
         return total
@@ -82,7 +83,7 @@ class ResourceBook:
     def _layer_alone(self, layer: Layer, strategy: Strategy) -> np.ndarray:
         """The passes of a layer without the redistribution of its inputs."""
         workload = self.workload
-        work = layer_work(layer, strategy, workload, workload.micro_batch, self.graph.place(layer.name))
+        work = layer_work(layer, strategy, workload, workload.micro_batch, self._places[layer.name])
         passes = np.stack([self._on_links(steps) for steps in (work.forward, work.backward, work.gradient)])
         passes[:2] *= self.cluster.exposed_part(work)
         for row, local in zip(passes, (work.forward_work, work.backward_work, work.update_work)):

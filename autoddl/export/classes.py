@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.layerwork import is_in_recomputed_block
+from autoddl.costmodel.recomputation import word_of
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from .layertext import TextPlace, layer_text
@@ -91,15 +93,21 @@ def check_recomputation(scene: Scene, sections: Sequence[_Section]) -> None:
     Raises:
         UserError: a block cannot be a class.
     """
-    if scene.workload.recompute != "blocks":
-        return
     for section in sections:
         (layer, *_) = section.layers
-        if layer.block and not section.block:
+        if not section.block and _is_recomputed(scene, section):
             raise UserError(
                 f"block {layer.block}.{layer.block_index} is recomputed, but form='oneflow' cannot write it as a class: several "
                 "tensors enter or leave it, or it shares weights; plan with recompute='layers'"
             )
+
+
+def _is_recomputed(scene: Scene, section: _Section) -> bool:
+    """Return whether the backward pass runs the block of a section again as a whole."""
+    recompute = scene.workload.recompute
+    return word_of(recompute) == "blocks" and any(
+        is_in_recomputed_block(scene.graph.place(layer.name, recompute)) for layer in section.layers
+    )
 
 
 def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
@@ -347,9 +355,10 @@ def _append_block(
         _input_of(graph, after) == before.layers[-1].name for before, after in zip(repetitions, repetitions[1:])
     )
     start = sections.index(repetitions[0])
-    is_recomputed = scene.workload.recompute == "blocks"
+    num_recomputed = sum(_is_recomputed(scene, one) for one in repetitions)
     if not is_chain or sections[start : start + len(repetitions)] != repetitions:
         called = f"{attribute}[{repetitions.index(section)}]"
+        is_recomputed = _is_recomputed(scene, section)
         call = f"checkpoint_block({called}, {variable}{options})" if is_recomputed else f"{called}({variable}{options})"
         forward.append(f"{result} = {call}")
     elif section is repetitions[-1]:
@@ -357,10 +366,23 @@ def _append_block(
         forward += [
             "",
             *([f"x = {first}"] if first != "x" else []),
-            f"for block in {attribute}:",
-            f"    x = checkpoint_block(block, x{options})" if is_recomputed else f"    x = block(x{options})",
+            *_loop_over_blocks(attribute, options, num_recomputed, len(repetitions)),
         ]
         forward += [f"{result} = x"] if result != "x" else []
+
+
+def _loop_over_blocks(attribute: str, options: str, num_recomputed: int, num_blocks: int) -> list[str]:
+    """Return the lines of a loop over blocks, of which the first ones are recomputed."""
+    if num_recomputed == num_blocks:
+        return [f"for block in {attribute}:", f"    x = checkpoint_block(block, x{options})"]
+    if not num_recomputed:
+        return [f"for block in {attribute}:", f"    x = block(x{options})"]
+    return [
+        f"for block in {attribute}[:{num_recomputed}]:",
+        f"    x = checkpoint_block(block, x{options})",
+        f"for block in {attribute}[{num_recomputed}:]:",
+        f"    x = block(x{options})",
+    ]
 
 
 def _block_list(attribute: str, repetitions: Sequence[_Section], class_of: Mapping[int, str], arguments: str) -> str:

@@ -106,13 +106,9 @@ class _LayerWriter:
         self.recomputed_function = scene.names.of(f"compute {place.label}")
         self.own_names = {p.name for p in layer.parameters if p.tied_to is None}
         self.stored = parameter_layouts(scene.graph, layer, self.strategy)
-        self.program = layer_program(
-            scene.graph,
-            layer,
-            self.strategy,
-            is_recomputed_alone(kind_of(layer.kind), scene.graph.place(layer.name), scene.workload.recompute),
-            scene.workload.attention,
-        )
+        recompute = scene.workload.recompute
+        is_recomputed = is_recomputed_alone(kind_of(layer.kind), scene.graph.place(layer.name, recompute), recompute)
+        self.program = layer_program(scene.graph, layer, self.strategy, is_recomputed, scene.workload.attention)
         self.names = self._weight_names()
         self.constants: dict[str, str] = {}
         self.steps: Iterator[Step] = iter(self.work.forward)

@@ -110,7 +110,7 @@ def _unpriced_repeats(fitted: FittedPlan) -> float:
     graph, workload, sent = fitted.scaled.graph, fitted.scaled.workload, 0.0
     kept = replace(workload, recompute="none")
     for layer in graph.layers:
-        place, strategy = graph.place(layer.name), fitted.scaled.strategies[layer.name]
+        place, strategy = graph.place(layer.name, workload.recompute), fitted.scaled.strategies[layer.name]
         if is_recomputed_alone(kind_of(layer.kind), place, workload.recompute):
             work, without = (layer_work(layer, strategy, w, workload.micro_batch, place) for w in (workload, kept))
             num_repeated = len(work.backward) - len(without.backward)

@@ -11,8 +11,8 @@ from typing import Any, Union
 
 from autoddl.costmodel.cluster import Cluster, Level
 from autoddl.costmodel.limits import MAX_PASSES
+from autoddl.costmodel.recomputation import RECOMPUTATIONS as WORKLOAD_RECOMPUTATIONS
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.workload import RECOMPUTATIONS as WORKLOAD_RECOMPUTATIONS
 from autoddl.costmodel.workload import Workload
 
 from ..generators import generate

@@ -91,7 +91,7 @@ class PlanningJob:
         one_device, workload = data_parallel((1,)), replace(self.workload, recompute="none")
         total = LocalWork()
         for layer in self.graph.layers:
-            work = layer_work(layer, one_device, workload, workload.batch, self.graph.place(layer.name))
+            work = layer_work(layer, one_device, workload, workload.batch, self.graph.place(layer.name, "none"))
             total += work.forward_work + work.backward_work
         return float(self.cluster.local_times(total, workload.precision)[0] / self.cluster.num_devices)
 

@@ -26,8 +26,9 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors
+from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.stopping import Deadline
-from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, RECOMPUTATIONS, Workload
+from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, Workload
 from autoddl.search.baselines import megatron
 
 from .evaluation import Evaluation, evaluate

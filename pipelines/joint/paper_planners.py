@@ -78,7 +78,9 @@ def profile_of(chain: Chain, cluster: Cluster, workload: Workload) -> Profile:
     rows = []
     for unit in range(chain.num_units):
         layers = chain.layers(unit, unit + 1)
-        works = [layer_work(layer, strategy, one_sample, 1.0, chain.graph.place(layer.name)) for layer in layers]
+        works = [
+            layer_work(layer, strategy, one_sample, 1.0, chain.graph.place(layer.name, "none")) for layer in layers
+        ]
         forward_s, backward_s = (
             sum(device.local_time(local, one_sample.precision) for local in locals_)
             for locals_ in ([work.forward_work for work in works], [work.backward_work for work in works])

@@ -111,7 +111,7 @@ class Chain:
             rows = []
             for layer in self.layers(unit, unit + 1):
                 inputs = tuple(max(-1, position[name] - start) for name in self.graph.inputs(layer.name))
-                is_recomputed = self.graph.place(layer.name).is_recomputed
+                is_recomputed = self.graph.place(layer.name, "none").is_recomputed
                 rows.append((layer.signature(), layer.block, layer.role, inputs, is_recomputed))
             signatures.append(tuple(rows))
         return tuple(signatures)

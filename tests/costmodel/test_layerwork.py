@@ -18,8 +18,9 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph, Place
 from autoddl.costmodel.layerwork import LayerWork, layer_work
+from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
-from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
+from autoddl.costmodel.workload import Workload
 from autoddl.zoo import Transformer, gpt, mlp
 from autoddl.zoo.layers import add, attention, conv2d, embedding, linear, loss, norm, opaque, position
 

@@ -10,8 +10,9 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.workload import ATTENTIONS, RECOMPUTATIONS, Workload
+from autoddl.costmodel.workload import ATTENTIONS, Workload
 from autoddl.pipelines.joint import chain_of
 from autoddl.search.options import Options, recomputations
 from autoddl.zoo import Transformer, bert, gpt, llama, mlp, vgg

@@ -11,8 +11,9 @@ import pytest
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.stopping import Stop
-from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
+from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.result import unpipelined
 from autoddl.planfile import load_plan, plan_document, save_plan
 from autoddl.search import METHODS, solve

@@ -18,8 +18,9 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
-from autoddl.costmodel.workload import RECOMPUTATIONS, Workload
+from autoddl.costmodel.workload import Workload
 from autoddl.search import METHODS, Status, solve
 from autoddl.search.verify import Claim, VerificationError, verify
 from autoddl.zoo import Transformer, gpt, mlp

@@ -144,9 +144,9 @@ class GlobalModel(nn.Module):
 
     def recomputed_layers(self, recompute: str) -> list[int]:
         """Return the numbers of the layers that a way of recomputation runs again, each from its own input."""
-        layers = enumerate(self.graph.layers)
-        place_of = self.graph.place
-        return [i for i, layer in layers if is_recomputed_alone(kind_of(layer.kind), place_of(layer.name), recompute)]
+        places = [self.graph.place(layer.name, recompute) for layer in self.graph.layers]
+        layers = enumerate(zip(self.graph.layers, places))
+        return [i for i, (layer, place) in layers if is_recomputed_alone(kind_of(layer.kind), place, recompute)]
 
     @property
     def input_layouts(self) -> dict[str, InputLayout]:

@@ -183,17 +183,17 @@ def layer_steps(
     steps: dict[tuple[str, str], tuple[Step, ...]] = {}
     for number, plan in enumerate(stages):
         workload = Workload(rows, rows, precision.name, "sgd", recompute=plan.recompute, attention=plan.attention)
-        strategies = strategies_of(graph, stages, number)
+        strategies, places = strategies_of(graph, stages, number), plan.places(graph)
         for layer in plan.layers(graph):
             strategy, producers = strategies[layer.name], graph.inputs(layer.name)
-            work = layer_work(layer, strategy, workload, rows, graph.place(layer.name))
+            work = layer_work(layer, strategy, workload, rows, places[layer.name])
             moves = [
                 step
                 for name in producers
                 for step in edge_steps(graph[name], strategies[name], strategy, workload, rows)
             ]
             steps[layer.name, "forward"] = (*moves, *work.forward)
-            repeated = moves if repeats_redistributions(workload, graph.place(layer.name)) else []
+            repeated = moves if repeats_redistributions(workload, places[layer.name]) else []
             steps[layer.name, "backward"] = (*repeated, *work.backward, *(step.adjoint() for step in moves))
             steps[layer.name, "gradient"] = tuple(work.gradient)
     return steps

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import Layer, LayerGraph, Place, places_of
 from autoddl.costmodel.strategy import Strategy
 
 __all__ = [
@@ -32,8 +32,8 @@ class StagePlan:
 
     Attributes:
         strategies: Strategies of the stage's layers, by layer name. All of them use the same number of devices.
-        recompute: What the backward pass of the stage recomputes, one of :data:`autoddl.costmodel.workload.RECOMPUTATIONS`.
-            (A schedule can recompute whole stages instead, of which only the input is saved.)
+        recompute: What the backward pass of the stage recomputes, a way of :mod:`autoddl.costmodel.recomputation`. (A schedule
+            can recompute whole stages instead, of which only the input is saved.)
         entry: Layout in which the stage receives the output of the previous stage, given as a strategy. None: the layout of the
             stage's first layer that reads this output.
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
@@ -52,6 +52,12 @@ class StagePlan:
     def layers(self, graph: LayerGraph) -> tuple[Layer, ...]:
         """Return the stage's layers, in graph order."""
         return tuple(layer for layer in graph.layers if layer.name in self.strategies)
+
+    def places(self, graph: LayerGraph) -> dict[str, Place]:
+        """Return the place of every layer in the stage, by name."""
+        layers = self.layers(graph)
+        edges = [edge for edge in graph.edges if edge[0] in self.strategies and edge[1] in self.strategies]
+        return dict(zip((layer.name for layer in layers), places_of(layers, edges, graph, self.recompute)))
 
 
 def check_stages(graph: LayerGraph, stages: Sequence[StagePlan]) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, Place, places_of
+from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
 from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.recomputation import word_of
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
 
@@ -33,7 +34,7 @@ from ..setting import Batch, LayerSetting
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import StagePlan, check_input_shape, source_layer, stored_rows, strategies_of
+from .plan import check_input_shape, source_layer, stored_rows, strategies_of
 
 __all__ = ["ReadyLayer", "Stage"]
 
@@ -108,18 +109,11 @@ class Stage:
         self.feeds = {name: index for name, index in feeds_of(graph, model.feeds).items() if name in plan.strategies}
         self._model = model
         self._recompute, self._attention = plan.recompute, plan.attention
-        self._places = self._places_of(plan)
+        self._places = plan.places(graph)
         self._strategies = strategies_of(graph, model.stages, number)
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
         self.layers = tuple(self._ready(layer) for layer in plan.layers(graph))
         self._sections = self._divided()
-
-    def _places_of(self, plan: StagePlan) -> dict[str, Place]:
-        """The place of every layer in the stage."""
-        layers = plan.layers(self._model.graph)
-        names = {layer.name for layer in layers}
-        edges = tuple(edge for edge in self._model.graph.edges if edge[0] in names and edge[1] in names)
-        return dict(zip((layer.name for layer in layers), places_of(layers, edges, self._model.graph)))
 
     def _divided(self) -> tuple[_Section, ...]:
         """Divide the layers into sections: each block that is recomputed is one, and so is every other layer.
@@ -199,7 +193,7 @@ class Stage:
         return self._run_section(section, inputs, weights, batch)
 
     def _is_in_recomputed_block(self, layer: Layer) -> bool:
-        return self._recompute == "blocks" and is_in_recomputed_block(self._places[layer.name])
+        return word_of(self._recompute) == "blocks" and is_in_recomputed_block(self._places[layer.name])
 
     def _run_section(
         self, section: _Section, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch
