@@ -29,7 +29,7 @@ from .affine import VARIABLE, parts_of
 from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
-from .graph import Layer, LayerGraph
+from .graph import Layer, LayerGraph, Place
 from .graph_meshes import EAGER, is_executable
 from .kinds.registry import kind_of
 from .layerwork import layer_work, repeats_redistributions
@@ -164,20 +164,25 @@ class PriceBook:
             first.setdefault(key, layer)
         whole = (tuple(counts.items()), variable.option_set)
         if whole not in self._prices:
-            parts = [self._price_layer(first[key], key, variable).scaled(count) for key, count in counts.items()]
+            parts = [self._price_layer(first[key], variable).scaled(count) for key, count in counts.items()]
             total = parts[0]
             for part in parts[1:]:
                 total = total.plus(part)
             self._prices[whole] = total
         return self._prices[whole]
 
-    def _price_layer(self, layer: Layer, key: object, variable: Variable) -> _Prices:
-        # The number of recomputed blocks is in the place.
-        recompute = word_of(self.workload.recompute)
-        whole = (key, variable.options, replace(self.workload, batch=1, micro_batch=1, recompute=recompute))
-        if whole not in self._layer_prices:
-            self._layer_prices[whole] = _price_layer(self, layer, variable)
-        return self._layer_prices[whole]
+    def _price_layer(self, layer: Layer, variable: Variable) -> _Prices:
+        place = self.graph.place(layer.name, self.workload.recompute)
+        # The place says what ``blocks:K`` recomputes.  The number of repetitions only divides the activations of one block.
+        alone = replace(place, repetitions=min(place.repetitions, 1))
+        workload = replace(self.workload, batch=1, micro_batch=1, recompute=word_of(self.workload.recompute))
+        key = (layer.signature(), alone, layer.name in variable.swapped, variable.options, workload)
+        if key not in self._layer_prices:
+            self._layer_prices[key] = _price_layer(self, layer, variable, alone)
+        prices = self._layer_prices[key]
+        if place.repetitions < 2:
+            return prices
+        return replace(prices, recomputed_bytes=prices.recomputed_bytes / place.repetitions)
 
     def space_size(self, micro_batch: int) -> int:
         """The number of assignments of strategies that divide a micro-batch, with those of Summa if the book has them."""
@@ -533,9 +538,8 @@ class _Prices:
         return np.ceil(self.buffer_fixed + micro_batch * self.buffer_slope).max(axis=0)
 
 
-def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
+def _price_layer(book: PriceBook, layer: Layer, variable: Variable, place: Place) -> _Prices:
     cluster, precision = book.cluster, book.workload.precision
-    place = book.graph.place(layer.name, book.workload.recompute)
     strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
     columns = np.zeros((15, len(strategies)))
     for group in group_strategies(strategies, cluster.size_dependent_levels):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from autoddl.costmodel.assessment import Assessment, assess
-from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
@@ -18,6 +17,8 @@ from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
 from .baselines import BASELINES, Baseline, baselines
+from .options import Options, partial_recomputations
+from .pricebooks import PriceBooks, least_fitting
 
 __all__ = ["BaselineFigures", "baseline_figures"]
 
@@ -46,27 +47,45 @@ class BaselineFigures:
     assessment: Assessment | None = None
 
 
-def baseline_figures(
-    graph: LayerGraph, cluster: Cluster, offered: Iterable[Problem | UserError], limit: float, stop: Stop
-) -> Iterator[BaselineFigures]:
+def baseline_figures(books: PriceBooks, options: Options, limit: float, stop: Stop) -> Iterator[BaselineFigures]:
     """The best feasible member of every family, among those examined before the stop.
 
     Args:
-        graph, cluster: the model and the machine.
-        offered: for each micro-batch, with or without recomputation, the tied problem with Summa meshes, or the reason why there
-            is none.
+        books: the price books of the model on the cluster.
+        options: what may be chosen: micro-batches and recomputation. Layers are tied, and Summa meshes are offered.
         limit: memory per device [bytes].
         stop: ends the comparison early.
     """
-    until = itertools.takewhile(lambda _: not stop.is_requested, offered)
+    until = itertools.takewhile(lambda _: not stop.is_requested, books.problems(options, untied=False))
     problems = [problem for problem in until if isinstance(problem, Problem)]
-    members = list(baselines(graph, cluster.level_sizes))
+    ranges = partial_recomputations(options, books.graph)
+    members = list(baselines(books.graph, books.cluster.level_sizes))
     for name in BASELINES:
-        yield _best_member(name, [member for member in members if member.name == name], problems, limit, stop)
+        own = [member for member in members if member.name == name]
+        yield _best_member(name, own, problems, partial(_fewest_blocks, books, ranges, limit), limit, stop)
+
+
+def _fewest_blocks(
+    books: PriceBooks, ranges: Sequence[range], limit: float, problem: Problem, choice: tuple[int, ...]
+) -> Problem:
+    """The problem with the fewest recomputed blocks in which a choice fits that fits if all blocks are recomputed."""
+
+    def fits(count: int) -> bool:
+        return books.with_blocks(problem, count).layer_table.peak_memory(choice) <= limit
+
+    for counts in ranges:
+        if fits(counts[-1]):
+            return books.with_blocks(problem, least_fitting(counts, fits))
+    return problem
 
 
 def _best_member(
-    name: str, members: list[Baseline], problems: list[Problem], limit: float, stop: Stop
+    name: str,
+    members: list[Baseline],
+    problems: list[Problem],
+    with_fewest_blocks: Callable[[Problem, tuple[int, ...]], Problem],
+    limit: float,
+    stop: Stop,
 ) -> BaselineFigures:
     """The cheapest member of a family that fits, or the reason why none does."""
     why = "no mesh of this shape on these devices"
@@ -84,6 +103,8 @@ def _best_member(
             continue
         memory = problem.layer_table.peak_memory(choice)
         if memory <= limit:
+            if problem.workload.recompute == "blocks":
+                problem = with_fewest_blocks(problem, choice)
             fitting.append((problem.layer_table.evaluate(choice), len(fitting), member, problem))
         elif memory < least:
             least = memory

@@ -179,7 +179,7 @@ def make_plan(
     books = PriceBooks(graph, cluster)
     figures = tuple(known)
     if with_baselines and not figures:
-        figures = tuple(baseline_figures(graph, cluster, books.problems(options, untied=False), limit, stop))
+        figures = tuple(baseline_figures(books, options, limit, stop))
     is_restricted = options.executor != EAGER
     try:
         best, lower, sweeps = _best_of_families(books, options, limit, figures, stop, start)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -11,13 +12,14 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
+from autoddl.costmodel.recomputation import first_blocks
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
 
 from . import separable_memory, smallest_memory
 from .options import Options, base_workload, micro_batches, recomputations
 
-__all__ = ["PriceBooks", "smallest_limit"]
+__all__ = ["PriceBooks", "least_fitting", "smallest_limit"]
 
 
 class PriceBooks:
@@ -72,6 +74,20 @@ class PriceBooks:
                     yield book.problem(workload.batch, micro_batch, options.objective, summa)
                 except UserError as fault:
                     yield fault
+
+    def with_blocks(self, problem: Problem, count: int) -> Problem:
+        """A problem of :meth:`problems` with tied layers and Summa meshes, but with ``count`` recomputed blocks."""
+        workload = replace(problem.workload, micro_batch=problem.workload.batch, recompute=first_blocks(count))
+        book = self.book(workload, untied=False)
+        return book.problem(workload.batch, problem.workload.micro_batch, problem.objective)
+
+
+def least_fitting(counts: range, fits: Callable[[int], bool]) -> int:
+    """The least number of a range with which a plan fits, if all greater ones fit as well, and the greatest does."""
+    while len(counts) > 1:
+        half = (len(counts) - 1) // 2
+        counts = counts[: half + 1] if fits(counts[half]) else counts[half + 1 :]
+    return counts[0]
 
 
 def smallest_limit(problems: Sequence[Problem], stop: Stop) -> float:

@@ -58,7 +58,7 @@ from .options import (
     is_tried,
     partial_recomputations,
 )
-from .pricebooks import PriceBooks, smallest_limit
+from .pricebooks import PriceBooks, least_fitting, smallest_limit
 
 __all__ = [
     "NOT_BETTER",
@@ -425,12 +425,10 @@ class Sweep:
         def problem_of(count: int) -> Problem:
             return self._problem(micro_batch, first_blocks(count))
 
-        # Memory does not increase with the number of blocks, and the choice fits with the greatest.
-        while len(counts) > 1:
-            half = (len(counts) - 1) // 2
-            fits = problem_of(counts[half]).layer_table.peak_memory(choice) <= self.limit
-            counts = counts[: half + 1] if fits else counts[half + 1 :]
-        return problem_of(counts[0])
+        def fits(count: int) -> bool:
+            return problem_of(count).layer_table.peak_memory(choice) <= self.limit
+
+        return problem_of(least_fitting(counts, fits))
 
     def _offer(self, problem: Problem, choice: tuple[int, ...]) -> None:
         """Keep a plan that fits, if it is the best one so far."""
