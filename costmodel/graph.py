@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from .documents import Fields, canonical_hash, check_document, load_document
@@ -124,6 +124,18 @@ class LayerGraph:
         """
         blocks = dict.fromkeys((layer.block, layer.block_index) for layer in self.layers if layer.block)
         return tuple(len(list(run)) for _, run in groupby(blocks, key=lambda block: block[0]))
+
+    @cached_property
+    def partial_block_counts(self) -> tuple[range, ...]:
+        """The numbers K of the first blocks, at least one but not all, in ranges that end with the blocks of one kind.
+
+        >>> from autoddl.zoo import resolve_model
+        >>> resolve_model("gpt:4x64").partial_block_counts
+        (range(1, 4),)
+        """
+        ends = list(accumulate(self.block_runs))
+        ranges = (range(first + 1, min(end, ends[-1] - 1) + 1) for first, end in zip([0, *ends], ends))
+        return tuple(counts for counts in ranges if counts)
 
     @property
     def has_loss(self) -> bool:

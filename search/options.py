@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -151,9 +150,7 @@ def partial_recomputations(options: Options, graph: LayerGraph) -> tuple[range, 
     """
     if isinstance(options.recompute, str) or "blocks" not in recomputations(options, graph):
         return ()
-    ends = list(itertools.accumulate(graph.block_runs))
-    ranges = (range(first + 1, min(end, ends[-1] - 1) + 1) for first, end in zip([0, *ends], ends))
-    return tuple(counts for counts in ranges if counts)
+    return graph.partial_block_counts
 
 
 def is_tried(recompute: str, options: Options, graph: LayerGraph) -> bool:

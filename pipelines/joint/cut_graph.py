@@ -28,6 +28,7 @@ from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.search.fronts import TooManyError
 
 from ..stepgraph import Terms
+from .block_counts import numbers_of_blocks
 from .boundary import boundary_of
 from .bounds import least_over_cuts, placement_of
 from .configuration import recomputed_inside
@@ -35,7 +36,7 @@ from .cut_regions import impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
-from .space import recomputations_of_stage
+from .space import SOME_BLOCKS, recomputations_of_stage, ways_of_arcs, ways_of_units
 from .stage_cost import MEMORY
 from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
 
@@ -295,7 +296,8 @@ class CutGraph:
     @property
     def _recomputations_if_memory_is_free(self) -> tuple[str, ...]:
         """The ways of recomputation that can be the cheapest if a byte costs nothing: no recomputation, if that is allowed."""
-        return ("none",) if "none" in self.recomputations else self.recomputations
+        ways = ways_of_units(self.recomputations)
+        return ("none",) if "none" in ways else ways
 
     def price_grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
         """Return vectors of prices of a byte for each stage, from 0 to the largest of :data:`MEMORY_PRICES`.
@@ -312,7 +314,7 @@ class CutGraph:
         """Return the least weighted sum of each unit at each stage.
 
         Args:
-            recompute: Way of recomputation.
+            recompute: Way of recomputation of :func:`.space.ways_of_arcs`.
             vector_weights: Shape (..., stages, components).
 
         Returns:
@@ -322,11 +324,12 @@ class CutGraph:
         for (number, passes), stages in self._equal_stages.items():
             own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
             rows = own.reshape(-1, own.shape[-1])
-            inside = recomputed_inside(recompute)
-            values = units.least(inside, passes.replicas, passes.micro_batch, passes.smallest_pass, rows)
-            if values is None:
+            ways = ("none", "blocks") if recompute == SOME_BLOCKS else (recomputed_inside(recompute),)
+            by_way = [units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows) for way in ways]
+            values = [value for value in by_way if value is not None]
+            if not values:
                 return None
-            least[..., stages, :] = values.reshape(*own.shape[:-1], self.num_units)
+            least[..., stages, :] = np.minimum.reduce(values).reshape(*own.shape[:-1], self.num_units)
         return least
 
     def least_over_all_cuts(
@@ -346,7 +349,7 @@ class CutGraph:
         crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
         prices = np.array([part * threshold / self.limit_bytes if part else 0.0 for part in parts])
         least = np.full((len(prices), self.num_stages, self.num_units), np.inf)
-        for recompute in self.recomputations if any(parts) else self._recomputations_if_memory_is_free:
+        for recompute in ways_of_arcs(self.recomputations) if any(parts) else self._recomputations_if_memory_is_free:
             vector_weights = np.array(
                 [self._vector_weights(bound.weights, recompute, np.full(self.num_stages, price)) for price in prices]
             )
@@ -373,7 +376,7 @@ class CutGraph:
         prices = bound.prices or (np.zeros(self.num_stages),)
         is_priced = any(price.any() for price in prices)
         costs = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
-        for recompute in self.recomputations if is_priced else self._recomputations_if_memory_is_free:
+        for recompute in ways_of_arcs(self.recomputations) if is_priced else self._recomputations_if_memory_is_free:
             dearest = self._dearest_arcs(bound.weights, prices, recompute)
             if dearest is None:
                 return [np.full((size, size), np.inf) for _ in range(self.num_stages)]
@@ -463,7 +466,7 @@ class CutGraph:
         """
         costs = np.full((self.num_stages, self.num_units), np.inf)
         vectors = np.zeros((self.num_stages, self.num_units, 5))
-        for recompute in self.recomputations:
+        for recompute in ways_of_units(self.recomputations):
             vector_weights = self._vector_weights(weights, recompute, price)
             in_flight = self._kept_in_flight(recompute)
             bytes_factors = np.column_stack([self._state_factors, in_flight, np.ones(self.num_stages)])
@@ -557,7 +560,10 @@ class CutGraph:
         """
         search, passes, demand = self.stage_searches[stage], self.passes[stage], self.stage_demands[stage]
         parts: list[StageFront] = []
-        for recompute in self.recomputations_of(stage):
+        ways = [way for way in self.recomputations_of(stage) if way != SOME_BLOCKS]
+        if len(ways) < len(self.recomputations_of(stage)):
+            ways += numbers_of_blocks(search, first, stop, passes, demand, wanted, self.limit_bytes)
+        for recompute in ways:
             part = search.rows(
                 first,
                 stop,

@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autoddl.costmodel.recomputation import first_blocks
+
 from .cut_graph import CutGraph
 from .cut_regions import Cut
+from .space import SOME_BLOCKS
 from .stage_search import StageFront, concatenated_fronts
 
 __all__ = ["fitting_rows"]
@@ -23,6 +26,8 @@ __all__ = ["fitting_rows"]
 _ALL_REDUCE_FACTORS = (0.1, 4.0, 16.0)
 #: Prices of a byte for candidates, in steps per memory limit.
 _PRICES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.4, 1.0, 3.0, 30.0])
+#: Numbers of recomputed blocks of a stage that are tried, as parts of all its blocks.
+_PARTS_OF_BLOCKS = (0.25, 0.5, 0.75)
 #: Largest number of exchanged rows.
 _MAX_EXCHANGES = 30
 
@@ -66,7 +71,7 @@ def _cheapest_row(
 ) -> StageFront | None:
     """Return the row of the least weighted seconds within the memory limit; None if there is none."""
     best: tuple[float, StageFront] | None = None
-    for recompute in cut_graph.recomputations_of(stage):
+    for recompute in _ways_of(cut_graph, stage, first, stop):
         most = math.inf if best is None else best[0]
         cheapest = cut_graph.stage_searches[stage].cheapest(
             first,
@@ -80,6 +85,17 @@ def _cheapest_row(
         )
         best = cheapest or best
     return None if best is None else best[1]
+
+
+def _ways_of(cut_graph: CutGraph, stage: int, first: int, stop: int) -> list[str]:
+    """Return the ways of recomputation of a stage that are tried: of the numbers of blocks a few."""
+    ways = cut_graph.recomputations_of(stage)
+    chosen = [way for way in ways if way != SOME_BLOCKS]
+    if len(chosen) < len(ways):
+        num_blocks = sum(cut_graph.stage_searches[stage].tables.graph(first, stop).graph.block_runs)
+        counts = {round(part * num_blocks) for part in _PARTS_OF_BLOCKS}
+        chosen += [first_blocks(count) for count in sorted(counts) if 0 < count < num_blocks]
+    return chosen
 
 
 def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: float) -> list[StageFront] | None:
@@ -102,7 +118,7 @@ def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: floa
             cut_graph.passes[stage],
             cut_graph.stage_demands[stage],
         )
-        ways = cut_graph.recomputations_of(stage)
+        ways = _ways_of(cut_graph, stage, first, stop)
         hulls = [search.hull(first, stop, recompute, passes, demand, priced) for recompute in ways]
         parts = [rows for rows in hulls if rows is not None]
         if not parts:

@@ -12,14 +12,16 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.localwork import LocalWork
+from autoddl.costmodel.recomputation import block_limit
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.search.options import base_workload, default_memory_limit, recomputations
+from autoddl.search.options import base_workload, default_memory_limit, partial_recomputations, recomputations
 
 from .explorer import Explorer
 from .partition import Chain, chain_of
 from .result import JointOptions
+from .space import SOME_BLOCKS
 from .stage_cost import Pricing
 from .stage_search import MakeStages, StageSearch
 
@@ -62,12 +64,19 @@ class PlanningJob:
 
     @property
     def recomputations(self) -> tuple[str, ...]:
-        """The ways of recomputation that the options allow."""
+        """The ways of recomputation that the options allow; :data:`.space.SOME_BLOCKS` for several of them."""
         base = self.options.base
         if base.recompute == "stage":
             return ("stage", "layers")  # the last stage is not recomputed as a whole
         ways = recomputations(base, self.graph)
+        if partial_recomputations(base, self.graph):
+            ways = (*ways, SOME_BLOCKS)
         return (*ways, "stage") if base.recompute is None or base.recompute is True else ways
+
+    def tries(self, recompute: str) -> bool:
+        """Whether a way of recomputation of a stage is in the space."""
+        is_partial = block_limit(recompute) is not None and SOME_BLOCKS in self.recomputations
+        return is_partial or recompute in self.recomputations
 
     @property
     def time_limit_s(self) -> float:

@@ -20,13 +20,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from autoddl.costmodel.recomputation import word_of
 from autoddl.costmodel.stopping import Deadline
 
 from .configuration import recomputed_inside
 from .cut_regions import Cut, bottleneck_cut, cheapest_cut, impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
-from .space import recomputations_of_stage
+from .space import SOME_BLOCKS, recomputations_of_stage
 from .stage_search import StageDemand
 
 __all__ = ["least_memory"]
@@ -78,9 +79,10 @@ class _SettingMemory:
         self.explorer, self.setting, self.demand = explorer, setting, demand
         self.passes = explorer.passes(setting)
         spec = setting.schedule
-        #: Per stage, the ways of recomputation.
+        #: Per stage, the ways of recomputation.  No number of blocks needs less than all of them.
+        ways = [way for way in explorer.recomputations if way != SOME_BLOCKS]
         self.recomputations = [
-            recomputations_of_stage(explorer.recomputations, stage, spec.num_stages) for stage in range(spec.num_stages)
+            recomputations_of_stage(ways, stage, spec.num_stages) for stage in range(spec.num_stages)
         ]
         #: Per stage the bytes that each arc counts with in the bounds.
         self._costs: list[np.ndarray] = []
@@ -96,7 +98,7 @@ class _SettingMemory:
             for recompute in self.recomputations[stage]:
                 counts, _ = search.memory_of(0, 1, recompute, passes, demand)
                 weights = np.array([[0.0, 0.0, 0.0, *counts]])
-                inside = recomputed_inside(recompute)
+                inside = word_of(recomputed_inside(recompute))  # of a unit that is one of the first blocks
                 least = search.unit_bounds.least(
                     inside, passes.replicas, passes.micro_batch, passes.smallest_pass, weights
                 )

@@ -34,11 +34,13 @@ from autoddl.search.planner import InfeasibleError, Options, make_plan
 from ..planners import Clock
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate, evaluate_unpipelined
+from .fewer_blocks import with_fewer_blocks
 from .job import PlanningJob, job_of
 from .meshes import StageMesh, stage_meshes
 from .partition import Chain, chain_of
 from .result import JointOptions, PlanResult, unpipelined
 from .rivals import RIVAL_FAMILIES, describe, describe_common_strategy
+from .space import SOME_BLOCKS
 from .start import Start, start_note, start_problem
 
 __all__ = ["NOTE", "megatron_trials", "plan_alone"]
@@ -261,7 +263,7 @@ class _Trials:
         if not micro_batch or self._ideal_s(layout, micro_batch) >= self._limit_s:
             return
         for recompute in self.job.recomputations:
-            if recompute == "stage":
+            if recompute in (SOME_BLOCKS, "stage"):
                 continue  # not for the last stage; recomputation of blocks needs about as little memory
             if self.is_over:
                 return
@@ -271,6 +273,8 @@ class _Trials:
             except UserError:  # the layout does not divide some layer
                 return
             if plan.memory_bytes <= self.job.limit_bytes:
+                if SOME_BLOCKS in self.job.recomputations:
+                    plan = with_fewer_blocks(self.job.chain, plan, self.job.limit_bytes)
                 if plan.step_s < self._limit_s:
                     self.best, self._limit_s, self._best_key = plan, plan.step_s, (layout, micro_batch)
                 return

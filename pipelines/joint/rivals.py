@@ -28,11 +28,13 @@ from ..planners import Clock
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
 from .explorer import Explorer
+from .fewer_blocks import with_fewer_blocks
 from .job import PlanningJob
 from .meshes import StageMesh
 from .paper_planners import PLANNERS, paper_plans
 from .result import Rival
 from .search import explore
+from .space import SOME_BLOCKS
 from .stage_search import MakeStages, megatron_stages, replicated_stages
 
 __all__ = [
@@ -221,7 +223,7 @@ def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
         if size % strategy.p0:
             continue
         for recompute in job.recomputations:
-            if recompute == "stage":
+            if recompute in (SOME_BLOCKS, "stage"):
                 continue  # without a pipeline nothing is recomputed as a whole
             workload = replace(job.workload, micro_batch=size, recompute=recompute)
             spec = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
@@ -233,7 +235,10 @@ def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
                 continue
             if evaluation.memory_bytes > job.limit_bytes:
                 least_bytes = min(least_bytes, evaluation.memory_bytes)
-            elif best is None or evaluation.step_s < best.step_s:
+                continue
+            if SOME_BLOCKS in job.recomputations:
+                evaluation = with_fewer_blocks(job.chain, evaluation, job.limit_bytes)
+            if best is None or evaluation.step_s < best.step_s:
                 best = evaluation
     if best is not None:
         return Rival.of(name, best, f"dp {strategy.p0}, {describe(best)}", lower_bound_s=best.step_s), best

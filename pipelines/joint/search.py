@@ -36,6 +36,7 @@ from .evaluation import Evaluation
 from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
+from .space import SOME_BLOCKS, ways_of_units
 from .stage_cost import COMPONENTS, Replicas
 
 __all__ = ["Explored", "Search", "explore"]
@@ -367,7 +368,8 @@ def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
     zero = np.zeros_like(forward)
     best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
     # Recomputation never lowers this bound, because memory costs nothing in it.
-    for recomputation in ("none",) if "none" in explorer.recomputations else explorer.recomputations:
+    ways = ways_of_units(explorer.recomputations)
+    for recomputation in ("none",) if "none" in ways else ways:
         vectors = np.column_stack(
             [forward + (recompute if recomputation == "stage" else 0.0), backward, *(zero,) * (len(COMPONENTS) - 2)]
         )
@@ -446,7 +448,7 @@ def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -
     if demand is None:
         return math.inf
     # Recomputing layers or blocks takes about as long as recomputing stages, but needs tables of its own: skip it.
-    skipped = ("layers", "blocks") if "stage" in explorer.recomputations else ()
+    skipped = ("layers", "blocks", SOME_BLOCKS) if "stage" in explorer.recomputations else ()
     recomputations = [name for name in explorer.recomputations if name not in skipped]
     cut_graph = CutGraph(explorer, setting, recomputations, demand)
     return cut_graph.least_over_all_cuts(

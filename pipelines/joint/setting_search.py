@@ -61,9 +61,11 @@ from .cut_regions import Cut, Region, bottleneck_cut, cheapest_cut, cut_at
 from .cut_times import MAX_NODES, locally_improved, times_of_cuts, times_of_even_cut
 from .evaluation import Evaluation
 from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
+from .fewer_blocks import with_fewer_blocks
 from .fitting import fitting_rows
 from .relaxation import Relaxation, UnsolvedError
 from .row_search import RowSearch, Selection, TooManyStatesError
+from .space import SOME_BLOCKS
 from .stage_search import RowFilter
 
 __all__ = ["SettingSearch", "UnsettledError"]
@@ -593,8 +595,13 @@ class SettingSearch:
             sizes: Number of units of each stage.
             stages: Per stage its way of recomputation and the strategies of its layers.
         """
-        evaluation = self.explorer.evaluation(self.explorer.configuration(self.setting, sizes, stages))
+        explorer = self.explorer
+        evaluation = explorer.evaluation(explorer.configuration(self.setting, sizes, stages))
         self.simulated += 1
-        cost = evaluation.cost(self.explorer.pricing.objective)
-        if evaluation.memory_bytes <= self.explorer.limit_bytes and cost < self.best_s:
+        if evaluation.memory_bytes > explorer.limit_bytes:
+            return
+        if SOME_BLOCKS in explorer.recomputations:
+            evaluation = with_fewer_blocks(explorer.chain, evaluation, explorer.limit_bytes)
+        cost = evaluation.cost(explorer.pricing.objective)
+        if cost < self.best_s:
             self.best, self.best_s = evaluation, cost

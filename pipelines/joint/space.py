@@ -10,8 +10,9 @@ schedule                every family of the generators with every policy; bidire
                         allowed.  Bidirectional schedules need equal workers, because each worker also holds the stages of another
 micro-batch             every divisor of the batch
 cut into S stages       every cut of the chain of units
-recomputation           per stage: none, of attention, layer by layer, block by block, or of the whole stage (but for the last
-                        stage: its backward pass directly follows its forward pass, so that the loss would be computed twice)
+recomputation           per stage: none, of attention, layer by layer, block by block, of its first K blocks alone
+                        (:data:`SOME_BLOCKS` stands for all K), or of the whole stage (but for the last stage: its backward pass
+                        directly follows its forward pass, so that the loss would be computed twice)
 ======================  ==========================================================================================================
 
 One worker (D = 1) is a plan without a pipeline.
@@ -21,9 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autoddl.costmodel.recomputation import block_limit
+
 from .configuration import PipelineSchedule
 
-__all__ = ["MAX_PASSES", "recomputations_of_stage", "schedules"]
+__all__ = [
+    "MAX_PASSES",
+    "SOME_BLOCKS",
+    "recomputations_of_stage",
+    "schedules",
+    "ways_of_arcs",
+    "ways_of_units",
+]
+
+#: Stands for the ways ``blocks:K`` with every number K, less than all, of a stage's blocks.
+SOME_BLOCKS = "blocks:K"
 
 #: Numbers of pipelines of bidirectional schedules.
 _NUM_PIPELINES = (2, 4)
@@ -46,6 +59,36 @@ def recomputations_of_stage(recomputations: Sequence[str], stage: int, num_stage
     ('none', 'blocks')
     """
     return tuple(way for way in recomputations if way != "stage" or stage < num_stages - 1)
+
+
+def ways_of_units(recomputations: Sequence[str]) -> tuple[str, ...]:
+    """Return the ways of recomputation that a unit of a stage may have: in ``blocks:K`` a block is recomputed or not.
+
+    >>> ways_of_units(("layers", "blocks", SOME_BLOCKS))
+    ('layers', 'blocks', 'none')
+    """
+    ways = dict.fromkeys(way for way in recomputations if not _is_of_some_blocks(way))
+    if len(ways) < len(recomputations):
+        ways.update(dict.fromkeys(("none", "blocks")))
+    return tuple(ways)
+
+
+def ways_of_arcs(recomputations: Sequence[str]) -> tuple[str, ...]:
+    """Return the ways of recomputation by which bounds of whole stages differ.
+
+    A bound of :data:`SOME_BLOCKS` takes for every unit the less of ``none`` and ``blocks``, and so holds for these as well.
+
+    >>> ways_of_arcs(("none", "layers", "blocks", SOME_BLOCKS)), ways_of_arcs(("none", "blocks"))
+    (('layers', 'blocks:K'), ('none', 'blocks'))
+    """
+    ways = tuple(way for way in recomputations if not _is_of_some_blocks(way))
+    if len(ways) == len(recomputations):
+        return ways
+    return (*(way for way in ways if way not in ("none", "blocks")), SOME_BLOCKS)
+
+
+def _is_of_some_blocks(way: str) -> bool:
+    return way == SOME_BLOCKS or block_limit(way) is not None
 
 
 def schedules(

@@ -115,7 +115,7 @@ def _outside(job: PlanningJob, configuration: Configuration) -> str:
     if base.micro_batch not in (None, own.micro_batch):
         return f"its micro-batch is {own.micro_batch}, not {base.micro_batch}"
     for stage in configuration.stages:
-        if stage.recompute not in job.recomputations:
+        if not job.tries(stage.recompute):
             return f"recomputation {stage.recompute} is not tried"
         if not base.summa and any(strategy.summa for strategy in stage.strategies.values()):
             return "it has Summa meshes, and summa=False"

@@ -332,7 +332,7 @@ def test_recomputation_keeps_the_evenly_split_input_and_repeats_the_rest():
     assert brief(bare.backward)[0] == ("all-gather", 2, 8192)
     assert len(bare.backward) == 3
     # The loss runs its backward pass at once.
-    assert not GPT.place("loss").is_recomputed
+    assert not GPT.place("loss", "none").is_recomputed
 
 
 #: Two blocks between embedding and head.

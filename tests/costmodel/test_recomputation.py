@@ -100,7 +100,7 @@ def test_selective_recomputation_runs_the_core_of_attention_again(model: str) ->
 def test_the_end_of_a_model_without_blocks_is_not_run_again() -> None:
     """The loss follows at once: it is a layer of its own behind VGG's last one, a part of a perceptron's last layer."""
     for graph, ends in ((mlp([32, 64, 64, 32]), {"fc3"}), (vgg(11, image=32), {"classifier.6", "loss"})):
-        assert {layer.name for layer in graph.layers if not graph.place(layer.name).is_recomputed} == ends
+        assert {layer.name for layer in graph.layers if not graph.place(layer.name, "none").is_recomputed} == ends
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ def test_a_stage_runs_again_what_the_whole_model_does(graph: LayerGraph) -> None
         for stop in range(first + 1, chain.num_units + 1):
             stage = chain.stage(first, stop)
             for layer in stage.layers:
-                assert stage.graph.place(layer.name).is_recomputed == graph.place(layer.name).is_recomputed
+                assert (
+                    stage.graph.place(layer.name, "none").is_recomputed == graph.place(layer.name, "none").is_recomputed
+                )
 
 
 def test_ways_on_offer() -> None:

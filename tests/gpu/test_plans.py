@@ -172,7 +172,9 @@ def test_memory_is_that_of_the_plan(on, device, tmp_path, note, num, precision):
     fitted, task = task_of(replace(fitted, scaled=scaled, stages=stages), device, tmp_path)
     workload, state, others = fitted.scaled.workload, 0.0, 0.0
     for layer in scaled.graph.layers:
-        work = layer_work(layer, strategies[layer.name], workload, workload.micro_batch, scaled.graph.place(layer.name))
+        work = layer_work(
+            layer, strategies[layer.name], workload, workload.micro_batch, scaled.graph.place(layer.name, "none")
+        )
         state += work.state_bytes
         others += work.kept_bytes + work.recomputed_bytes + work.buffer_bytes
     found = on(num).run(f"{JOBS}:memory", task, 3, timeout_s=TIMEOUT_S)

@@ -41,7 +41,8 @@ FORWARD, BACKWARD, ALL_REDUCE, UPDATE, SHARED, STATE, KEPT, BLOCK, BUFFER = rang
 #: ``RUNNING``, ``REPEATED`` and ``PASSING`` are bytes in any case, for every micro-batch in flight, for every micro-batch of which
 #: the whole stage is run again, while a block is run again, and while a layer runs.
 W_FORWARD, W_BACKWARD, W_AGAIN, W_ALL_REDUCE, W_UPDATE, W_SHARED, FIXED, FLYING, RUNNING, REPEATED, PASSING = range(11)
-MODES = ("none", "selective", "layers", "blocks", "stage")
+#: Ways of recomputation; ``blocks:K`` runs the first K blocks of a stage again, one by one.
+MODES = ("none", "selective", "layers", "blocks", "stage", *(f"blocks:{number}" for number in range(1, 8)))
 
 
 @dataclass(frozen=True)
@@ -341,11 +342,17 @@ class Stages:
         for row, option in zip(costs, options):
             for layer, strategy in zip(layers, option.values()):
                 is_copy = layer.parameters != self.job.graph[layer.name].parameters
-                work = self._work(layer.name, is_copy, strategy, home, mode)
+                work = self._work(layer.name, is_copy, strategy, home, self._mode_of(layer, mode, first_block))
                 if layer.block_index != first_block:  # blocks are alike, and run again one by one
                     work = np.where(np.arange(9) == BLOCK, 0.0, work)
                 row[:] = (*(row + work)[:BUFFER], max(row[BUFFER], work[BUFFER]))
         return Variable.of(options, costs)
+
+    @staticmethod
+    def _mode_of(layer: Layer, mode: str, first_block: int) -> str:
+        """The mode of a layer in a stage whose first block has a number: with ``blocks:K`` some are run again, others are not."""
+        word, _, number = mode.partition(":")
+        return "none" if number and layer.block_index >= first_block + int(number) else word
 
     # ------------------------------------------------------------------------------------------------------------- ways
 
@@ -358,6 +365,9 @@ class Stages:
         """
         ends = stop == len(self.starts) - 1
         modes = [mode for mode in self.job.recomputations if not (ends and mode == "stage")]
+        if "blocks" in modes:
+            blocks = {layer.block_index for layer in self.members(first, stop) if layer.block}
+            modes += [f"blocks:{number}" for number in range(1, len(blocks))]
         known: dict[str, Ways | None] = {}
         for mode in modes:
             inside = "none" if mode == "stage" else mode
@@ -413,6 +423,7 @@ class Stages:
         of_layer = {name: v for v, one in enumerate(variables) for name in one.options[0]}
         exit_ = of_layer[self.members(first, stop)[-1].name]
         edges = self._edges(first, stop, of_layer)
+        first_block = min((layer.block_index for layer in self.members(first, stop) if layer.block), default=0)
         last_use = [
             max((other for pair in edges if v in pair for other in pair), default=v) for v in range(len(variables))
         ]
@@ -430,10 +441,10 @@ class Stages:
                 if max(source, target) == v:
                     ends = variables[source], variables[target]
                     rows, columns = (end.layout[choices[:, u]] for end, u in zip(ends, (source, target)))
-                    for producer, is_in_block in producers:
+                    for producer, reader in producers:
                         moves = self._moves(producer, ends[0].layouts, ends[1].layouts, home.shape, home.micro_batch)
                         costs[:, [FORWARD, BACKWARD]] += moves[rows, columns]
-                        if mode == "blocks" and is_in_block:
+                        if reader.block and self._mode_of(reader, mode, first_block) == "blocks":
                             costs[:, BACKWARD] += moves[rows, columns, 0]
             kept = np.flatnonzero(~np.isnan(costs[:, FORWARD]))
             if len(costs) > MANY:
@@ -453,15 +464,15 @@ class Stages:
         bytes_ = [costs[:, STATE] + costs[:, KEPT] + costs[:, BLOCK], costs[:, BUFFER]]
         return np.column_stack([seconds, *bytes_] if limited else [seconds])
 
-    def _edges(self, first: int, stop: int, of_layer: dict[str, int]) -> dict[tuple[int, int], list[tuple[str, bool]]]:
-        """Per pair of variables the layers whose outputs go from one to the other, and whether the reader is in a block."""
+    def _edges(self, first: int, stop: int, of_layer: dict[str, int]) -> dict[tuple[int, int], list[tuple[str, Layer]]]:
+        """Per pair of variables the layers whose outputs go from one to the other, and their readers."""
         names = {layer.name for layer in self.members(first, stop)}
-        found: dict[tuple[int, int], list[tuple[str, bool]]] = {}
+        found: dict[tuple[int, int], list[tuple[str, Layer]]] = {}
         for source, target in self.job.graph.edges:
             if target in names:
                 pair = of_layer.get(source, 0), of_layer[target]
                 if pair[0] != pair[1]:
-                    found.setdefault(pair, []).append((source, self.job.graph[target].block != ""))
+                    found.setdefault(pair, []).append((source, self.job.graph[target]))
         return found
 
     def strategies(self, ways: Ways, row: int, first: int, stop: int, home: Home) -> dict[str, Strategy]:

@@ -100,7 +100,9 @@ def test_a_rank_keeps_the_bytes_that_are_priced(ranks):
     workload = Workload(8, 4, "mixed-cpu", "adam")
     assert workload.bytes_per_parameter == 4 + 4 + 8 + 16
     priced = sum(
-        layer_work(layer, stage.strategies[layer.name], workload, 4, case["graph"].place(layer.name)).state_bytes
+        layer_work(
+            layer, stage.strategies[layer.name], workload, 4, case["graph"].place(layer.name, "none")
+        ).state_bytes
         for layer in case["graph"].layers
     )
     for found in ranks(4).run(f"{JOBS}:state_bytes", case, timeout_s=TIMEOUT_S):
