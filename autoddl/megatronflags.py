@@ -20,8 +20,9 @@ num-layers-per-virtual-pipeline-stage,                  interleaving: num-layers
 num-virtual-stages-per-pipeline-rank
 micro-batch-size, global-batch-size                     samples per replica, and per step
 recompute-activations                                   attention is recomputed, as by recompute-granularity selective
-recompute-granularity full                              blocks are recomputed: recompute-method uniform with recompute-num-layers 1,
-                                                        or block with all layers of a stage
+recompute-granularity full                              blocks are recomputed: all with recompute-method uniform (and
+                                                        recompute-num-layers 1), with block the first recompute-num-layers of
+                                                        every chunk of a stage
 sequence-parallel                                       activations are split and gathered again; else copied
 use-distributed-optimizer                               ZeRO, stage 1
 use-flash-attn, attention-backend                       fused attention (attention-backend flash, fused, auto); else dense
@@ -46,6 +47,7 @@ from typing import Any
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.reading import read_text, shown_path
+from autoddl.costmodel.recomputation import block_limit, first_blocks
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.uniform import UniformLayout
 
@@ -315,11 +317,7 @@ def _recompute(flags: _Flags, layers: int, num_stages: int) -> str:
     of_chunk = -(-layers // (num_stages * _interleave(flags, layers, num_stages)))
     if method == "uniform" and count != 1:
         raise flags.fault(f"--recompute-num-layers {count} cannot be priced: every block keeps its input, as with 1")
-    if method == "block" and count < of_chunk:
-        raise flags.fault(
-            f"--recompute-num-layers {count} cannot be priced: all {of_chunk} layers of a stage are recomputed, or none"
-        )
-    return "blocks"
+    return first_blocks(count, of_chunk) if method == "block" else "blocks"
 
 
 # ---- Writing -----------------------------------------------------------------------------------------------------------
@@ -392,6 +390,7 @@ def megatron_flags(graph: LayerGraph, layout: UniformLayout, workload: Workload)
     lines.append(
         f"--micro-batch-size {workload.micro_batch // layout.data_parallel} --global-batch-size {workload.batch}"
     )
+    num_blocks = block_limit(workload.recompute)
     switches = {
         "--sequence-parallel": layout.tensor_parallel > 1 and workload.activations != "copied",
         "--use-distributed-optimizer": workload.zero == 1,
@@ -405,6 +404,7 @@ def megatron_flags(graph: LayerGraph, layout: UniformLayout, workload: Workload)
         "--recompute-granularity selective": workload.recompute == "selective",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": workload.recompute
         == "blocks",
+        f"--recompute-granularity full --recompute-method block --recompute-num-layers {num_blocks}": num_blocks,
     }
     lines.append(" ".join(flag for flag, is_given in switches.items() if is_given))
     return tuple(line for line in lines if line)

@@ -29,6 +29,7 @@ from typing import Any
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.documents import Fields, show_json
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.recomputation import check_recomputation
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators.registry import FAMILIES
@@ -143,8 +144,10 @@ def read_configuration(
     first_unit = 0
     for number, entry in enumerate(fields.objects("stages")):
         num_units, recompute = entry.integer("num_units", 1), entry.text("recompute")
-        if recompute not in RECOMPUTATIONS:
-            raise UserError(f"{entry.where}: recompute is {recompute!r}, should be one of {', '.join(RECOMPUTATIONS)}")
+        try:
+            check_recomputation(recompute, RECOMPUTATIONS)
+        except UserError as error:
+            raise UserError(f"{entry.where}: {error}") from None
         if first_unit + num_units > chain.num_units:
             raise UserError(
                 f"{entry.where}: num_units is {num_units}, the model has {chain.num_units - first_unit} left"

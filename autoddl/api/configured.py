@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_SECONDS
-from autoddl.costmodel.suggestions import unknown
+from autoddl.costmodel.recomputation import check_recomputation
 from autoddl.costmodel.units import format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.partition import chain_of
@@ -114,7 +114,8 @@ def price(
         interleave: Chunks of the model on each stage's devices.
         schedule: ``1f1b``, ``gpipe``, ``zero-bubble`` or ``chimera``.
         micro_batch: Samples per forward pass and replica, as Megatron-LM's; a forward pass over all replicas has dp times as many.
-        recompute: ``none``, ``selective`` (attention) or ``full`` (blocks), as Megatron-LM's; or ``layers`` or ``blocks``.
+        recompute: ``none``, ``selective`` (attention) or ``full`` (blocks), as Megatron-LM's; or ``layers``, ``blocks`` or
+            ``blocks:K`` (the first K blocks of each stage; with ``interleave`` of each chunk).
         sequence_parallel: True for Megatron-LM's sequence parallelism (inputs are gathered again in the backward pass), False for
             Megatron-LM without it (all features on all devices between layers).  By default features are split between layers and
             gathered inputs are kept, which ranks of AutoDDL can execute.
@@ -138,8 +139,7 @@ def price(
         return _price_megatron(from_megatron, cluster, (model, inputs), {**degrees, **words, **options})
     if model is None:
         raise UserError("price needs a model, or the flags of Megatron-LM: from_megatron='args.txt'")
-    if recompute not in RECOMPUTE_WORDS:
-        raise unknown("recompute", recompute, tuple(RECOMPUTE_WORDS))
+    check_recomputation(recompute, tuple(RECOMPUTE_WORDS))
     graph = graph_of(
         model, inputs, heads=options["heads"], sequence=options["sequence"], vocabulary=options["vocabulary"]
     )
@@ -149,7 +149,7 @@ def price(
         name: options[name] for name in ("optimizer", "attention", "gradients", "zero", "overlap")
     }  # type: ignore[literal-required]
     chosen["precision"] = options["precision"] or devices.default_precision
-    chosen["recompute"] = RECOMPUTE_WORDS[recompute]
+    chosen["recompute"] = RECOMPUTE_WORDS.get(recompute, recompute)
     chosen["activations"] = {None: "kept", True: "regathered", False: "copied"}[sequence_parallel]
     batch = options["batch"] or 8 * devices.num_devices
     return _priced(graph, devices, layout, _workload(batch, micro_batch, layout, chosen), options["memory_limit_bytes"])

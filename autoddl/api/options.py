@@ -40,8 +40,8 @@ class PlanningOptions(TypedDict, total=False):
         precision: ``float32``, ``mixed``, ``bfloat16`` or ``fp8``; by default the usual precision of the device.
         optimizer: ``adam``, ``momentum`` or ``sgd``.
         recompute: What to recompute in the backward pass: ``none``, ``selective`` (dense attention), ``layers`` (each layer
-            keeps its input) or ``blocks`` (each repeated block keeps its input).  True for any of them, False for none; None
-            lets the search choose.
+            keeps its input), ``blocks`` (each repeated block keeps its input) or ``blocks:K`` (the first K blocks of each stage
+            do).  True for any of them, False for none; None lets the search choose.
         attention: ``fused`` (no scores are kept, masked ones are skipped) or ``dense``.
         gradients: Type of gradients that are accumulated and summed over devices: ``compute`` or ``master`` (float32).
         zero: 1 to divide optimizer states among the devices that hold the same parameters.

@@ -13,7 +13,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.precision import PRECISIONS
 from autoddl.costmodel.reading import parse_figure
-from autoddl.costmodel.recomputation import RECOMPUTATIONS
+from autoddl.costmodel.recomputation import RECOMPUTATIONS, check_recomputation
 from autoddl.costmodel.units import to_si
 from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS, OVERLAPS
 from autoddl.search import METHODS
@@ -104,6 +104,19 @@ def add_links(group: argparse._ActionsContainer) -> None:
     )
 
 
+#: Words of ``--recompute`` that leave a choice, with the option that each stands for.
+_CHOICES = {"auto": None, "always": True, "never": False}
+
+
+def _recomputation(text: str) -> str:
+    """Check a value of ``--recompute``."""
+    try:
+        check_recomputation(text, (*_CHOICES, *RECOMPUTATIONS[1:]))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     add_batch(group)
@@ -115,9 +128,11 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--recompute",
-        choices=("auto", "always", "never", *RECOMPUTATIONS[1:]),
+        type=_recomputation,
+        metavar="WAY",
         default="auto",
-        help="what to recompute in the backward pass (default: %(default)s, chosen by the search)",
+        help="what to recompute in the backward pass: auto (chosen by the search), always, never, selective (dense attention), "
+        "layers, blocks, or blocks:K, the first K blocks of every stage (default: %(default)s)",
     )
     group.add_argument(
         "--activations",
@@ -281,7 +296,7 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "memory_limit_bytes": memory_limit_bytes(arguments),
         "precision": arguments.precision,
         "optimizer": arguments.optimizer,
-        "recompute": {"auto": None, "always": True, "never": False}.get(arguments.recompute, arguments.recompute),
+        "recompute": _CHOICES.get(arguments.recompute, arguments.recompute),
         "attention": arguments.attention,
         "gradients": arguments.gradients,
         "zero": arguments.zero,

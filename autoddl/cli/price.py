@@ -27,8 +27,6 @@ _OUTPUT = ("help", "runs", "fit", "json", "wide", "quiet", "output", "best", "ti
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the command line."""
-    from ..api.configured import RECOMPUTE_WORDS
-
     parser = subparsers.add_parser(
         "price",
         help="price a configuration that you run, or predict measured training runs",
@@ -72,9 +70,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     group.add_argument(
         "--recompute",
-        choices=tuple(RECOMPUTE_WORDS),
+        metavar="WAY",
         default="none",
-        help="what to recompute in the backward pass: selective, attention; full or blocks, every block (default: %(default)s)",
+        help="what to recompute in the backward pass: none; selective, attention; full or blocks, every block; blocks:K, the first "
+        "K blocks of each stage, as Megatron-LM's --recompute-method block; layers (default: %(default)s)",
     )
     group.add_argument(
         "--sequence-parallel",

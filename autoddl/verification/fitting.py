@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, GRAPH
+from autoddl.costmodel.recomputation import block_limit, first_blocks
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted
 from autoddl.pipelines.joint.configuration import PipelineSchedule
@@ -129,7 +130,7 @@ def fit_plan(
         changes.append(Change("micro-batches", str(before), str(after)))
     return FittedPlan(
         replace(scaled, changes=tuple(changes)),
-        _scaled_stages(scaled, [stages[number] for number in workers.stages]),
+        _scaled_stages(scaled, plan.graph, [stages[number] for number in workers.stages]),
         schedule,
     )
 
@@ -269,9 +270,23 @@ def _entries(stages: tuple[StagePlan, ...], remaining: Iterable[int]) -> dict[in
     return {index: entry for index, entry in entries.items() if entry is not None}
 
 
-def _scaled_stages(scaled: ScaledModel, planned: list[StagePlan]) -> tuple[StagePlan, ...]:
-    """Return the stages with the layers of the scaled model."""
+def _scaled_stages(scaled: ScaledModel, graph: LayerGraph, planned: list[StagePlan]) -> tuple[StagePlan, ...]:
+    """Return the stages with the layers of the scaled model; of fewer blocks the same part is recomputed.
+
+    Args:
+        scaled: The scaled model.
+        graph: The plan's model.
+        planned: The plan's stages.
+    """
     strategies: list[dict[str, Strategy]] = [{} for _ in planned]
     for layer in scaled.graph.layers:
         strategies[scaled.stage_of[layer.name]][layer.name] = scaled.strategies[layer.name]
-    return tuple(replace(stage, strategies=own) for stage, own in zip(planned, strategies))
+    stages = []
+    for stage, own in zip(planned, strategies):
+        smaller = replace(stage, strategies=own)
+        count, before, after = block_limit(stage.recompute), stage.num_blocks(graph), smaller.num_blocks(scaled.graph)
+        if count is not None and 0 < after < before:
+            part = max(1, min(round(count * after / before), after - (count < before)))
+            smaller = replace(smaller, recompute=first_blocks(part, after))
+        stages.append(smaller)
+    return tuple(stages)

@@ -11,7 +11,8 @@ begins after chunks 0 to s - 1 have made the first forward pass, and the last ba
     step >= N t (sum of u(c) over chunks c of worker s) + t (u(0) + ... + u(s - 1))     for every worker s
 
 The first worker holds at least min(p, N) micro-batches of p stages.  If its blocks need more memory than there is, the
-configuration is not evaluated.
+configuration is not evaluated.  If all blocks have to be recomputed for it to fit, the fewest per chunk with which it fits are
+found by bisection; t is then that of a block that is not recomputed.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.recomputation import RECOMPUTATIONS
+from autoddl.costmodel.recomputation import RECOMPUTATIONS, first_blocks
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, Workload
 from autoddl.search.baselines import megatron
+from autoddl.search.pricebooks import least_fitting
 
 from .evaluation import Evaluation, evaluate
 from .job import PlanningJob
 from .partition import Chain, StageGraph
-from .space import MAX_PASSES
+from .space import MAX_PASSES, SOME_BLOCKS
 from .uniform import INTERLEAVED, SCHEDULES, UniformLayout, uniform_configuration, uniform_cut
 
 __all__ = ["BestUniform", "Change", "best_uniform", "single_changes"]
@@ -194,10 +196,28 @@ def best_uniform(job: PlanningJob, deadline: Deadline) -> BestUniform | None:
         count += 1
         if plan.memory_bytes <= job.limit_bytes:
             settled.add(key)
+            if workload.recompute == "blocks" and SOME_BLOCKS in job.recomputations:
+                workload, plan = _with_fewest_blocks(job, layout, workload, plan)
             if plan.step_s < limit_s:
                 best, limit_s = BestUniform(layout, workload, plan, count, True), plan.step_s
     is_finished = is_finished and not deadline.is_over
     return None if best is None else replace(best, num_evaluated=count, is_finished=is_finished)
+
+
+def _with_fewest_blocks(
+    job: PlanningJob, layout: UniformLayout, workload: Workload, plan: Evaluation
+) -> tuple[Workload, Evaluation]:
+    """The configuration with the fewest recomputed blocks, as many in each chunk, with which it fits."""
+    known = {max(plan.configuration.cut): (workload, plan)}
+
+    def fits(count: int) -> bool:
+        words = replace(workload, recompute=first_blocks(count))
+        found = _evaluated(job.chain, job.cluster, layout, words)
+        assert found is not None  # with all blocks it can be evaluated
+        known[count] = words, found
+        return found.memory_bytes <= job.limit_bytes
+
+    return known[least_fitting(range(1, max(known) + 1), fits)]
 
 
 @dataclass(frozen=True)
@@ -258,11 +278,18 @@ class _Bounds:
             block = self._block(layout, workload)
             if block is None:
                 continue
+            if recompute == "blocks" and SOME_BLOCKS in self.job.recomputations:
+                # As few blocks as one may be recomputed.
+                block = replace(block, seconds=self._seconds_of_block(layout, replace(workload, recompute="none")))
             count, of_first = workload.num_micro_batches, sum(cut[:: layout.num_stages])
             least_bytes = of_first * (block.state_bytes + min(count, layout.num_stages) * block.kept_bytes)
             if least_bytes <= self.job.limit_bytes:
                 units = max(count * sum(cut[s :: layout.num_stages]) + sum(cut[:s]) for s in range(layout.num_stages))
                 yield max(units * block.seconds, self.job.arithmetic_s), layout, workload
+
+    def _seconds_of_block(self, layout: UniformLayout, workload: Workload) -> float:
+        block = self._block(layout, workload)
+        return 0.0 if block is None else block.seconds
 
     def _block(self, layout: UniformLayout, workload: Workload) -> _Block | None:
         """The figures of one block; None if the configuration divides neither the cluster nor the block."""

@@ -22,7 +22,9 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, LEFT_OUT
+from autoddl.costmodel.recomputation import block_limit
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import counted
 from autoddl.costmodel.workload import Workload
 from autoddl.search.options import memory_limit_of
 from autoddl.search.planner import Candidate, Options, Planned, end_of
@@ -347,8 +349,11 @@ def baseline_how(mesh: str, workload: Workload) -> str:
 def recomputed_text(recompute: str) -> str:
     """Describe a way of recomputation at the end of a list: ``, blocks recomputed``; empty for none.
 
-    >>> recomputed_text("blocks"), recomputed_text("selective"), recomputed_text("none")
-    (', blocks recomputed', ', attention recomputed', '')
+    >>> recomputed_text("blocks"), recomputed_text("blocks:3"), recomputed_text("selective"), recomputed_text("none")
+    (', blocks recomputed', ', first 3 blocks recomputed', ', attention recomputed', '')
     """
+    count = block_limit(recompute)
+    if count is not None:
+        return f", first {counted(count, 'block')} recomputed" if count > 1 else ", first block recomputed"
     what = {"none": "", "selective": "attention"}.get(recompute, recompute)
     return f", {what} recomputed" if what else ""

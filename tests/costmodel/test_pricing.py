@@ -95,7 +95,7 @@ def random_choice(problem: Problem, rng: random.Random) -> tuple[int, ...]:
 def test_tables_are_the_assessment(model, cluster):
     rng = random.Random(f"{model} {cluster.name}")
     finite = 0
-    for recompute in RECOMPUTATIONS:
+    for recompute in (*RECOMPUTATIONS, "blocks:1", "blocks:2"):
         precision, untied = rng.choice(list(cluster.device.peak_flops)), rng.random() < 0.5
         more = {name: rng.choice(words) for name, words in MORE_WORDS.items()}
         workload = Workload(1, 1, precision, rng.choice(["sgd", "adam"]), recompute, **more)

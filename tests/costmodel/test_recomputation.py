@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster, load_cluster
-from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.strategy import Strategy
@@ -80,6 +82,58 @@ def test_blocks_keep_their_input_and_run_again_one_at_a_time(model: str, attenti
         begun.add(layer.block_index)
         assert after.work.kept_bytes == (8 * layer.input_elements * 2 / 4 if is_first_of_block else 0)
     assert len(begun) == 1 + max(layer.block_index for layer in graph.layers)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_first_blocks_alone_are_run_again(model: str, attention: str) -> None:
+    """Layers of the first K blocks are as with ``blocks``, all others as with ``none``; one block's activations are made again."""
+    graph, dice = MODELS[model], random.Random(model)
+    strategies = drawn(graph, CLUSTER, dice)
+    plain, again = (assessed(graph, strategies, way, attention).layers for way in ("none", "blocks"))
+    (num_blocks,) = graph.block_runs
+    for count in range(1, num_blocks + 2):
+        some = assessed(graph, strategies, f"blocks:{count}", attention).layers
+        for before, after, one in zip(plain, again, some):
+            is_again = one.layer.block and one.layer.block_index < count
+            expected = after if is_again else before
+            assert replace(one, work=None) == replace(expected, work=None)
+            assert one.work.kept_bytes == expected.work.kept_bytes
+            assert one.work.backward == expected.work.backward
+        made_again = (sum(one.work.recomputed_bytes for one in layers) for layers in (some, again))
+        assert next(made_again) == pytest.approx(next(made_again))
+
+
+def test_blocks_are_counted_in_the_order_of_the_model() -> None:
+    """Two kinds of blocks, as an encoder and a decoder: of 2 + 3 blocks the first three are both of one and one of the other."""
+    layers = [
+        Layer(
+            f"{block}.{index}",
+            "linear",
+            (4,),
+            (4,),
+            {"in_features": 4, "out_features": 4},
+            block=block,
+            block_index=index,
+        )
+        for block, number in (("encoder", 2), ("decoder", 3))
+        for index in range(number)
+    ]
+    edges = tuple((one.name, other.name) for one, other in zip(layers, layers[1:]))
+    graph = LayerGraph("two kinds", "row", tuple(layers), edges)
+    assert graph.block_runs == (2, 3) and graph.partial_block_counts == (range(1, 3), range(3, 5))
+    again = [layer.name for layer in layers if graph.place(layer.name, "blocks:3").is_recomputed]
+    assert again == ["encoder.0", "encoder.1", "decoder.0"]
+    assert [graph.place(name, "blocks:3").repetitions for name in again] == [2, 2, 1]
+    assert all(graph.place(layer.name, "blocks:5").is_recomputed for layer in layers)
+
+
+@pytest.mark.parametrize("way", ["blocks:0", "blocks:", "blocks:1-2", "blocks:-1", "Blocks", "stage", ""])
+def test_what_is_no_way_of_recomputation_is_refused(way: str) -> None:
+    with pytest.raises(
+        UserError, match="is not one of none, selective, layers, blocks, or blocks:K with a whole number"
+    ):
+        Workload(8, 8, recompute=way)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -220,7 +220,7 @@ TRANSFORMERS = {
     "gpt on 2": random_case("gpt", GPT, (2,), 1),
     "gpt on 2x2, recomputed": random_case("gpt", ONE_BLOCK, (2, 2), 3, recompute="blocks"),
     "gpt on 1, blocks recomputed": random_case("gpt", GPT, (1,), 2, recompute="blocks"),
-    "gpt on 2, blocks recomputed": random_case("gpt", GPT, (2,), 2, recompute="blocks"),
+    "gpt on 2, one block of two recomputed": random_case("gpt", GPT, (2,), 2, recompute="blocks:1"),
     "gpt on 2, attention recomputed": random_case("gpt", GPT, (2,), 5, recompute="selective", attention="dense"),
     "llama on 4, blocks recomputed": random_case("llama", LLAMA, (4,), 5, recompute="blocks"),
     "gpt on 4, summa": random_case("gpt", ONE_BLOCK, (4,), 4, summa=True),

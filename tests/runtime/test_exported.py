@@ -114,7 +114,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "gpt on 4, summa": lambda: random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True, batch=8),
     "bert on 4": lambda: random_case("bert", BERT, (4,), 7, batch=8),
-    "llama on 2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2,), 10, recompute="blocks"),
+    "llama on 2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=3), (2,), 10, recompute="blocks:2"),
     "vgg on 2": lambda: random_case("vgg", VGG, (2,), 11, batch=2, micro_batch=2, optimizer="sgd"),
 }
 

@@ -72,7 +72,7 @@ SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
     "chimera": (bert(2), lambda m: pipelined(m, chimera(2), (1, 1), PAIR, recompute=("layers", "none"))),
     "1f1b, blocks": (
         gpt(layers=4),
-        lambda m: pipelined(m, schedule("1f1b", 2, policy="A"), (2, 2), PAIR, recompute=("blocks", "layers")),
+        lambda m: pipelined(m, schedule("1f1b", 2, policy="A"), (2, 2), PAIR, recompute=("blocks:1", "layers")),
     ),
     "zero-bubble, blocks": (
         gpt(layers=4),

@@ -53,6 +53,10 @@ class StagePlan:
         """Return the stage's layers, in graph order."""
         return tuple(layer for layer in graph.layers if layer.name in self.strategies)
 
+    def num_blocks(self, graph: LayerGraph) -> int:
+        """Return the number of repeated blocks of the stage."""
+        return len({(layer.block, layer.block_index) for layer in self.layers(graph) if layer.block})
+
     def places(self, graph: LayerGraph) -> dict[str, Place]:
         """Return the place of every layer in the stage, by name."""
         layers = self.layers(graph)
