@@ -24,7 +24,8 @@ import math
 import re
 from functools import cache
 
-from .errors import UserError
+from .errors import UserError, quote
+from .suggestions import did_you_mean
 
 __all__ = [
     "RECOMPUTATIONS",
@@ -100,7 +101,9 @@ def check_recomputation(way: str, words: tuple[str, ...] = RECOMPUTATIONS) -> No
         UserError: it is none.
     """
     if way not in words and not _PATTERN.fullmatch(way):
-        raise UserError(f"recompute {way!r} is not one of {', '.join(words)}, or blocks:K with a whole number K from 1")
+        hint = did_you_mean(way, words)
+        fault = f"recompute {quote(way)} is not one of {', '.join(words)}, or blocks:K with a whole number K from 1"
+        raise UserError(f"{fault}; {hint}" if hint else fault)
 
 
 def contains(ways: str, others: str) -> bool:

@@ -182,7 +182,7 @@ def test_a_plan_of_unequal_stages_reads_back(tmp_path):
         (("timeline", "bubble_s"), 9.0, "bubble_s is 9.0"),
         (("stages", 0, "forward_s"), 5.0, "forward_s is 5.0"),
         (("stages", 0, "num_units"), 9, "num_units is 9, the model has 4 left"),
-        (("stages", 1, "recompute"), "some", "should be one of none, selective, layers, blocks, stage"),
+        (("stages", 1, "recompute"), "some", "is not one of none, selective, layers, blocks, stage, or blocks:K"),
         (("workers", 1, "ranks"), [3], r"workers\[1\]: ranks"),
         (("workers", 0, "mesh", "nodes"), 3, "does not tile 1 x 4 devices"),
         (("schedule", "name"), "magic", "'magic' is not one of gpipe"),
