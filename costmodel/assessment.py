@@ -15,6 +15,7 @@ from .errors import UserError
 from .graph import Layer, LayerGraph
 from .kinds.registry import kind_of
 from .layerwork import LayerWork, layer_work, repeats_redistributions
+from .overlap import exposed_s
 from .pricing import edge_steps
 from .strategy import Strategy, transposed
 from .workload import Workload
@@ -76,14 +77,21 @@ class Assessment:
 
     Attributes:
         layers: the cost of each layer, in the order of the graph.
+        overlap: which communication runs beside computation (:mod:`.overlap`).
     """
 
     layers: tuple[LayerAssessment, ...]
+    overlap: str = "none"
 
     @cached_property
     def communication_s(self) -> float:
-        """Seconds of communication per training step."""
-        return sum(layer.communication_s for layer in self.layers)
+        """Seconds of communication per training step that do not run beside computation."""
+        total = sum(layer.communication_s for layer in self.layers)
+        if self.overlap == "none":
+            return total
+        all_reduce = sum(layer.gradient_communication_s for layer in self.layers)
+        backward = sum(layer.backward_compute_s + layer.backward_communication_s for layer in self.layers)
+        return total - all_reduce + exposed_s(all_reduce, backward, self.overlap)
 
     @cached_property
     def compute_s(self) -> float:
@@ -92,7 +100,7 @@ class Assessment:
 
     @property
     def step_s(self) -> float:
-        """Seconds per training step, without overlap of communication and computation."""
+        """Seconds per training step."""
         return self.communication_s + self.compute_s
 
     def cost(self, objective: str) -> float:
@@ -136,7 +144,7 @@ def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: 
         )
         repeated = arriving if repeats_redistributions(workload, place) else ()
         assessed.append(_assess_layer(layer, strategy, work, (arriving, repeated), cluster, workload))
-    return Assessment(tuple(assessed))
+    return Assessment(tuple(assessed), workload.overlap)
 
 
 def _assess_layer(

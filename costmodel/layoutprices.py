@@ -52,14 +52,18 @@ class LayoutPrices:
         targets: tuple[RowsAndFeatures, ...],
         workload: Workload,
         is_repeated: bool = False,
+        hidden_passes: float = 0.0,
     ) -> np.ndarray:
         """Seconds per training step, forward and backward, between every pair of layouts; inf without a route.
 
-        The arguments are those of :meth:`phases`, and whether recomputation redistributes the tensor again; the result has shape
-        (sources, targets).
+        The arguments are those of :meth:`phases`, whether recomputation redistributes the tensor again, and the part of one
+        backward pass that does not count (:class:`.overlap.Exposure`); the result has shape (sources, targets).
         """
         forward, backward = self.phases(tensor, sources, targets, workload)
-        return workload.num_micro_batches * (forward + backward + forward if is_repeated else forward + backward)
+        num = workload.num_micro_batches
+        if hidden_passes:  # a difference of products would be undefined where there is no route
+            return num * forward + (num - hidden_passes) * (backward + forward if is_repeated else backward)
+        return num * (forward + backward + forward if is_repeated else forward + backward)
 
     def phases(
         self,

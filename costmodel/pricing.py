@@ -36,6 +36,7 @@ from .layerwork import layer_work, repeats_redistributions
 from .layoutprices import LayoutPrices, communication_time
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
+from .overlap import WHOLE, Exposure
 from .problem import Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
 from .recomputation import word_of
 from .redistribution import redistribute, steps
@@ -103,6 +104,7 @@ class PriceBook:
         share_with: another book of the same graph and cluster, whose cached prices this one shares.
         allowed: the allowed strategies; None allows all.
         executor: one of :data:`.graph_meshes.EXECUTORS`, or a restricted one; layers have only strategies that it can execute.
+        exposure: the part of the gradients' all-reduces that the costs of problems count.
 
     Raises:
         UserError: the device has no speed for the precision, or a layer has no strategy on this cluster.
@@ -118,6 +120,7 @@ class PriceBook:
         share_with: PriceBook | None = None,
         allowed: frozenset[Strategy] | None = None,
         executor: str = EAGER,
+        exposure: Exposure = WHOLE,
     ):
         cluster.device.peak(workload.precision)
         self.graph = graph
@@ -126,6 +129,7 @@ class PriceBook:
         self.untied = untied
         self.summa = summa
         self.executor = executor
+        self.exposure = exposure
         twin = (
             share_with
             if share_with
@@ -215,7 +219,7 @@ class PriceBook:
                 kept = self._kept(variable, workload, self.summa if summa is None else summa)
                 shared[key] = _Column(
                     self._narrow(variable.option_set, kept),
-                    prices.cost(num, batch, objective)[kept],
+                    prices.cost(num, batch, objective, self.exposure)[kept],
                     prices.memory(micro_batch)[kept],
                     prices.buffer(micro_batch)[kept],
                 )
@@ -366,7 +370,10 @@ class PriceBook:
             if key not in known:
                 (sources, rows), (targets, cols) = columns[i].option_set.layouts, columns[j].option_set.layouts
                 between = sum(
-                    count * self._moves.costs((features, elements), sources, targets, workload, is_repeated)
+                    count
+                    * self._moves.costs(
+                        (features, elements), sources, targets, workload, is_repeated, self.exposure.backward
+                    )
                     for (features, elements, is_repeated), count in tensors
                 )
                 known[key] = ClassCosts(np.asarray(between), rows, cols)
@@ -511,12 +518,14 @@ class _Prices:
             np.concatenate((self.buffer_slope, other.buffer_slope)),
         )
 
-    def cost(self, num_micro_batches: int, batch: int, objective: Objective) -> np.ndarray:
+    def cost(self, num_micro_batches: int, batch: int, objective: Objective, exposure: Exposure) -> np.ndarray:
         """Seconds per training step, shape (options,)."""
         rows = np.split(self.times, 2)[: 1 if objective == "communication" else 2]
         each = sum(num_micro_batches * (fixed + more) + batch * (slope + steep) for fixed, slope, more, steep in rows)
-        once = self.gradient if objective == "communication" else self.gradient + self.update
-        return np.asarray(each + once)
+        if exposure.backward:
+            each -= exposure.backward * sum(more + batch / num_micro_batches * steep for _, _, more, steep in rows)
+        gradient = exposure.gradient * self.gradient
+        return np.asarray(each + (gradient if objective == "communication" else gradient + self.update))
 
     def coefficients(self, option_set: OptionSet, objective: Objective) -> Coefficients:
         """The costs as functions of the samples of a micro-batch."""

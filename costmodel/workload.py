@@ -28,6 +28,7 @@ from .documents import Fields
 from .errors import UserError
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_that_work
+from .overlap import NUM_BUCKETS, OVERLAPS
 from .precision import Precision, precision_of
 from .recomputation import check_recomputation
 
@@ -35,9 +36,7 @@ __all__ = [
     "ACTIVATIONS",
     "ATTENTIONS",
     "GRADIENTS",
-    "NUM_BUCKETS",
     "OPTIMIZERS",
-    "OVERLAPS",
     "Workload",
 ]
 
@@ -57,13 +56,6 @@ GRADIENTS = ("compute", "master")
 ACTIVATIONS = ("kept", "regathered", "copied")
 
 
-#: Which communication runs beside computation.  ``gradients``: all-reduces of gradients, in buckets, under the backward pass of the
-#: last micro-batch.  ``all``: also the communication of linear layers, under their products.
-OVERLAPS = ("none", "gradients", "all")
-#: Number of buckets of gradients, if their all-reduces overlap the backward pass.
-NUM_BUCKETS = 8
-
-
 @dataclass(frozen=True)
 class Workload:
     """The workload of one training step.
@@ -79,7 +71,7 @@ class Workload:
         gradients: one of :data:`GRADIENTS`.
         zero: 1 if optimizer states are divided among the devices that hold the same parameters (ZeRO, stage 1), else 0.
         activations: one of :data:`ACTIVATIONS`.
-        overlap: one of :data:`OVERLAPS`.
+        overlap: one of :data:`.overlap.OVERLAPS`.
 
     Raises:
         UserError: a value is out of range, or the micro-batch does not divide the batch.

@@ -26,6 +26,7 @@ from . import Result, Status
 from .comparison import BaselineFigures, baseline_figures
 from .executorcost import AllStrategies, best_of_all_strategies, executor_note, infeasible_for_executor
 from .options import Options, memory_limit_of
+from .overlapped import Found, best_overlapped
 from .pricebooks import PriceBooks
 from .sweep import (
     NOT_BETTER,
@@ -182,12 +183,12 @@ def make_plan(
         figures = tuple(baseline_figures(books, options, limit, stop))
     is_restricted = options.executor != EAGER
     try:
-        best, lower, sweeps = _best_of_families(books, options, limit, figures, stop, start)
+        found = _found(books, options, limit, figures, stop, start)
     except InfeasibleError as error:
         if not is_restricted:
             raise
         raise infeasible_for_executor(error, books, options, limit, stop) from None
-    choice = best.result.choice
+    best, lower, choice = found.best, found.lower_bound, found.best.result.choice
     assert choice is not None
     strategies = best.problem.strategies(choice)
     optimal = lower >= best.result.cost * (1 - 1e-9)
@@ -218,17 +219,38 @@ def make_plan(
         optimal=optimal,
         strategies=strategies,
         assessment=assessment,
-        candidates=_joined_candidates(sweeps),
+        candidates=found.candidates,
         baselines=figures,
-        evaluations=sum(sweep.evaluations for sweep in sweeps),
-        search_s=sum(sweep.search_s for sweep in sweeps),
+        evaluations=found.evaluations,
+        search_s=found.search_s,
         is_interrupted=stop.is_requested,
         taken_from=best.taken_from,
         notes=(executor_note(options, cost, optimal, everything),) if is_compared else (),
-        # With several families of meshes, it is in the space if it is in one of them.
-        start_fault=min((sweep.start_fault for sweep in sweeps), key=bool),
+        start_fault=found.start_fault,
         all_strategies=everything,
     )
+
+
+def _found(
+    books: PriceBooks,
+    options: Options,
+    limit: float,
+    figures: Sequence[BaselineFigures],
+    stop: Stop,
+    start: StartPlan | None,
+) -> Found:
+    """Sweep over all settings, several times if all-reduces overlap the backward pass (:mod:`.overlapped`).
+
+    Raises:
+        StopRequestedError, InfeasibleError, UserError: as :func:`_best_of_families`.
+    """
+
+    def sweep(books: PriceBooks) -> Found:
+        return _best_of_families(books, options, limit, figures, stop, start)
+
+    if options.overlap == "none":
+        return sweep(books)
+    return best_overlapped(books.graph, books.cluster, options, sweep)
 
 
 def _best_of_families(
@@ -237,12 +259,12 @@ def _best_of_families(
     limit: float,
     figures: Sequence[BaselineFigures],
     stop: Stop,
-    start: StartPlan | None = None,
-) -> tuple[BestPlan, float, list[Sweep]]:
+    start: StartPlan | None,
+) -> Found:
     """Sweep every family of meshes of the executor; an eager one has a single family.
 
     Returns:
-        The best plan, a lower bound on all plans of all families, and the sweeps.
+        The best plan, with a lower bound on all plans of all families.
 
     Raises:
         StopRequestedError: the stop was requested before any plan was known.
@@ -274,7 +296,17 @@ def _best_of_families(
         workload = best.problem.workload
         size = sum(books.space_size(workload, options.untied, executor) for executor in families)
         best = replace(best, result=replace(best.result, space_size=size))
-    return best, lower, sweeps
+    known = [sweep.plan_of_baseline() for sweep in sweeps] if options.overlap != "none" else []
+    return Found(
+        best=best,
+        others=tuple(plan for plan in known if plan is not None),
+        lower_bound=lower,
+        candidates=_joined_candidates(sweeps),
+        # With several families of meshes, it is in the space if it is in one of them.
+        start_fault=min((sweep.start_fault for sweep in sweeps), key=bool),
+        evaluations=sum(sweep.evaluations for sweep in sweeps),
+        search_s=sum(sweep.search_s for sweep in sweeps),
+    )
 
 
 def _joined_candidates(sweeps: Sequence[Sweep]) -> tuple[Candidate, ...]:

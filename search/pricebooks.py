@@ -10,6 +10,7 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER
+from autoddl.costmodel.overlap import WHOLE, Exposure
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.recomputation import first_blocks
@@ -23,10 +24,15 @@ __all__ = ["PriceBooks", "least_fitting", "smallest_limit"]
 
 
 class PriceBooks:
-    """The price books of one graph on one cluster, shared by the baselines and all searches."""
+    """The price books of one graph on one cluster, shared by the baselines and all searches.
 
-    def __init__(self, graph: LayerGraph, cluster: Cluster):
-        self.graph, self.cluster = graph, cluster
+    Args:
+        graph, cluster: the model and the machine.
+        exposure: the part of the gradients' all-reduces that costs count.
+    """
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, exposure: Exposure = WHOLE):
+        self.graph, self.cluster, self.exposure = graph, cluster, exposure
         self._books: dict[tuple[Workload, bool, str], PriceBook] = {}
 
     def book(self, workload: Workload, untied: bool, executor: str = EAGER) -> PriceBook:
@@ -38,7 +44,14 @@ class PriceBooks:
             )
             share_with = share_with or next(iter(self._books.values()), None)
             self._books[key] = PriceBook(
-                self.graph, self.cluster, workload, untied, summa=True, share_with=share_with, executor=executor
+                self.graph,
+                self.cluster,
+                workload,
+                untied,
+                summa=True,
+                share_with=share_with,
+                executor=executor,
+                exposure=self.exposure,
             )
         return self._books[key]
 

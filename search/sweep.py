@@ -327,6 +327,19 @@ class Sweep:
             known_plan = self.baseline
         if known_plan is None or (found is not None and found.result.cost < _just_above(known_plan.cost)):
             return found
+        return self._as_best(known_plan, settings)
+
+    def plan_of_baseline(self) -> BestPlan | None:
+        """The best baseline, or the plan of the user if that is better, as a plan of the space; None if there is none."""
+        return None if self.baseline is None else self._as_best(self.baseline)
+
+    def _as_best(self, known_plan: _KnownPlan, settings: Sequence[_Setting] = ()) -> BestPlan:
+        """A known plan with the result of a search; it is recorded as a candidate if ``settings`` are given.
+
+        Args:
+            known_plan: the plan.
+            settings: the settings of the sweep, whose problems are used again.
+        """
         workload = known_plan.workload
         problem = next(
             (one.problem for one in settings if one.problem.workload == workload and len(one.counts) < 2), None
@@ -336,9 +349,11 @@ class Sweep:
         choice = problem.choice(known_plan.strategies)
         cost = problem.table.evaluate(choice)
         status = Status.INTERRUPTED if self.stop.is_requested else Status.LIMIT_REACHED
-        settled = self._without(known_plan.setting)
-        bound = 0.0 if settled is None else min(cost, settled.lower_bound)
-        self._record(_Setting(problem, bound), str(status), bound, cost)
+        bound = 0.0
+        if settings:
+            settled = self._without(known_plan.setting)
+            bound = 0.0 if settled is None else min(cost, settled.lower_bound)
+            self._record(_Setting(problem, bound), str(status), bound, cost)
         result = Result(
             method=self.options.method,
             status=status,

@@ -11,11 +11,12 @@ from autoddl.costmodel.cluster import Cluster, preset_names
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
+from autoddl.costmodel.overlap import OVERLAPS
 from autoddl.costmodel.precision import PRECISIONS
 from autoddl.costmodel.reading import parse_figure
 from autoddl.costmodel.recomputation import RECOMPUTATIONS, check_recomputation
 from autoddl.costmodel.units import to_si
-from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS, OVERLAPS
+from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS
 from autoddl.search import METHODS
 
 from ..api import inputs

@@ -8,9 +8,7 @@ stages are priced, as :mod:`.boundary` describes.
 The step of a synchronous schedule is the makespan of its simulation; that of an asynchronous one is the time of N micro-batches in
 the steady state.  A single stage is not simulated: its step is N (forward + backward) + all-reduce + optimizer step.
 
-**Overlap of gradients.**  If the all-reduces of gradients overlap the backward pass of the last micro-batch, gradients are reduced
-in k = :data:`autoddl.costmodel.workload.NUM_BUCKETS` equal buckets, one after the other.  A bucket begins when a k-th of the
-backward pass B has made it. So of an all-reduce A the part max(A / k, A - (1 - 1/k) B) comes after the backward pass.
+**Overlap of gradients** with the backward pass of the last micro-batch, in every stage: :mod:`autoddl.costmodel.overlap`.
 
 **Memory** of the devices: :mod:`.worker_memory`.
 
@@ -27,8 +25,9 @@ from typing import Protocol
 
 from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.overlap import exposed_s
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.workload import NUM_BUCKETS, Workload
+from autoddl.costmodel.workload import Workload
 
 from ..planners.inflight import in_flight
 from ..schedule import Kind, Schedule
@@ -471,7 +470,7 @@ def evaluate_unpipelined(
 def _assess(graph: StageGraph, devices: Cluster, workload: Workload, choice: StageChoice) -> Assessment:
     """The assessment of a stage's layers, without the entry."""
     assessment = assess(graph.graph, devices, workload_of_stage(workload, choice.recompute), choice.strategies)
-    return Assessment(assessment.layers[1:]) if graph.has_entry else assessment
+    return replace(assessment, layers=assessment.layers[1:]) if graph.has_entry else assessment
 
 
 class StageTimes(Protocol):
@@ -541,7 +540,7 @@ def _figures(
         backward_passes=passes,
         recompute_s=forward if choice.recompute == "stage" else 0.0,
         all_reduce_s=all_reduce_s,
-        exposed_all_reduce_s=_exposed_s(all_reduce_s, backward) if workload.overlap != "none" else all_reduce_s,
+        exposed_all_reduce_s=exposed_s(all_reduce_s, backward, workload.overlap),
         update_s=sum(layer.update_s for layer in layers),
         state_bytes=state,
         weight_bytes=parameters,
@@ -550,12 +549,6 @@ def _figures(
         input_bytes=input_bytes / configuration.mesh_of(number).num_devices,
         buffer_bytes=max(layer.work.buffer_bytes for layer in layers),
     )
-
-
-def _exposed_s(all_reduce_s: float, backward_s: float) -> float:
-    """Seconds of a gradient all-reduce that come after the last backward pass (formula: module docstring)."""
-    last = all_reduce_s / NUM_BUCKETS
-    return max(last, all_reduce_s - (1 - 1 / NUM_BUCKETS) * backward_s)
 
 
 def _all_reduce_s(

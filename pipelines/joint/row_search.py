@@ -422,11 +422,12 @@ class RowSearch:
             sums[:, number] += (weights[weight.early[0]] + weights[weight.late[0]]) * seconds
 
     def _shared_seconds(self, weight: _SharedWeight, nbytes: np.ndarray) -> np.ndarray:
-        """Return the seconds of the all-reduce between the two workers of a shared weight, for each number of bytes."""
-        times = {}
+        """Return the least seconds that no backward pass hides of the all-reduce between the two workers of a shared weight, for
+        each number of bytes."""
+        times, part = {}, self.cut_graph.explorer.workload.exposed_gradient_part
         for value in np.unique(nbytes).tolist():
             step = Step(Collective.ALL_REDUCE, Axis(2, 1), value)
-            times[value] = weight.link.time(step)
+            times[value] = part * weight.link.time(step)
         return np.array([times[value] for value in nbytes.tolist()])
 
     # ------------------------------------------------------------------------------------------------ times of a selection

@@ -32,10 +32,10 @@ from .partition import ENTRY, Chain, Shape, StageGraph
 
 __all__ = ["COMPONENTS", "MEMORY", "Pricing", "Replicas", "StageTable", "StageTables"]
 
-#: Components of a stage's vector: seconds of one forward pass and of one backward pass of a micro-batch, seconds of the gradient
-#: all-reduce and the optimizer step per step, bytes of state, bytes that one micro-batch keeps for its backward pass, bytes of the
-#: activations of the block that is recomputed.  Further components follow for each weight that is shared with another stage:
-#: the bytes of its gradient in this stage.
+#: Components of a stage's vector: seconds of one forward pass and of one backward pass of a micro-batch; seconds per step of the
+#: gradient all-reduce, of which only the least part counts that no backward pass hides, and of the optimizer step; bytes of state,
+#: bytes that one micro-batch keeps for its backward pass, bytes of the activations of the block that is recomputed.  Further
+#: components follow for each weight that is shared with another stage: the bytes of its gradient in this stage.
 COMPONENTS = ("forward", "backward", "gradient", "state", "kept", "recomputed")
 #: The components that add up to the resident bytes, each times a factor.
 MEMORY = slice(3, 6)
@@ -218,7 +218,8 @@ class StageTables:
         gradient = phases.gradient
         if replicas.count > 1:
             gradient = tuple(self.replicated(stage, variable, replicas) for variable in phases.variables)
-        once = tuple(reduce_s + update_s for reduce_s, update_s in zip(gradient, phases.update))
+        exposed = self.workload.exposed_gradient_part
+        once = tuple(exposed * reduce_s + update_s for reduce_s, update_s in zip(gradient, phases.update))
         components = zip(phases.forward, phases.backward, once, phases.state, phases.kept, phases.recomputed)
         shared_bytes = [self._shared_bytes(stage, variable) for variable in phases.variables]
         factors = [0.0 if variable.layers == (ENTRY,) else 1.0 for variable in phases.variables]

@@ -123,7 +123,7 @@ class UnitBounds:
                     continue
                 none = np.zeros(len(each.state))
                 gradient = each.gradient if replicas.count == 1 else self.tables.replicated(stage, variable, replicas)
-                once = gradient + each.update
+                once = self.tables.workload.exposed_gradient_part * gradient + each.update
                 # A stage recomputes one of its blocks at a time, so that the units of a stage do not add up their activations.
                 fixed.append(np.stack([each.forward[0], each.backward[0], once, each.state, none, none]))
                 slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept, none]))

@@ -16,11 +16,12 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.overlap import OVERLAPS
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import OBJECTIVES, Problem
 from autoddl.costmodel.recomputation import RECOMPUTATIONS
 from autoddl.costmodel.strategy import Strategy, data_parallel
-from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OVERLAPS, Workload
+from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, Workload
 from autoddl.zoo import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
 from autoddl.zoo.layers import BLOCK_INPUT, GraphBuilder, add, linear
 

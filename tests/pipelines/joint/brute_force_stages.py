@@ -58,6 +58,7 @@ class Job:
     summa: bool = False
     precision: str = "mixed"
     attention: str = "fused"
+    overlap: str = "none"
 
     @property
     def micro_batches(self) -> list[int]:
@@ -385,6 +386,11 @@ class Stages:
         costs, rows = ways.rows, np.zeros((len(ways.rows), 11))
         same = [W_FORWARD, W_BACKWARD, W_ALL_REDUCE, W_UPDATE, W_SHARED, FIXED, FLYING, REPEATED, PASSING]
         rows[:, same] = costs[:, [FORWARD, BACKWARD, ALL_REDUCE, UPDATE, SHARED, STATE, KEPT, BLOCK, BUFFER]]
+        if self.job.overlap != "none":
+            # Eight buckets, each of which is there when an eighth of the backward pass is over; no weight is shared.
+            assert not self.tie
+            whole, backward = costs[:, ALL_REDUCE], costs[:, BACKWARD]
+            rows[:, W_ALL_REDUCE] = np.maximum(whole / 8, whole - backward * 7 / 8)
         if mode == "stage":
             entering = self.entering(first).output_elements if first else 0
             itemsize, num_devices = self.workload(home.micro_batch).itemsize, home.shape[0] * home.shape[1]
@@ -455,10 +461,9 @@ class Stages:
         entries, exits = (numbers[u][variables[u].layout[choices[:, u]]] for u in (0, exit_))
         return Ways(costs, np.zeros(len(costs)), entries if first else np.full(len(costs), -1), exits, choices)
 
-    @staticmethod
-    def _dominance(costs: np.ndarray, alone: int, limited: bool) -> np.ndarray:
+    def _dominance(self, costs: np.ndarray, alone: int, limited: bool) -> np.ndarray:
         """The columns in which one choice has to be as good as another one to make it needless."""
-        if not alone:
+        if not alone or self.job.overlap != "none":
             return costs if limited else costs[:, :STATE]
         seconds = alone * (costs[:, FORWARD] + costs[:, BACKWARD]) + costs[:, ALL_REDUCE] + costs[:, UPDATE]
         bytes_ = [costs[:, STATE] + costs[:, KEPT] + costs[:, BLOCK], costs[:, BUFFER]]
