@@ -72,6 +72,7 @@ from autoddl.search.options import (
 from autoddl.search.planner import Options
 from autoddl.search.sweep import NOT_BETTER, NOT_FITTING, is_offered
 
+from .executors import pricing_notes
 from .plandocument import (
     EDITED,
     MEMBERS,
@@ -485,6 +486,7 @@ class _Claims:
         elif calibration is not None and calibration.replicates:
             raise self.fault("trust is null, but its cluster is calibrated")
         notes, expected = self.fields.texts("notes"), [*plan.graph.notes, *of_trust]
+        expected += pricing_notes(plan.graph, plan.workload, plan.executor)
         if list(notes[: len(expected)]) != expected:
             raise self.fault(f"notes are {show_json(list(notes))}, should begin with {show_json(expected)}")
         more = [note for note in notes[len(expected) :] if not note.startswith(START_NOTE)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS, GRAPH
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.workload import Workload
 
-__all__ = ["EAGER", "EXECUTORS", "GRAPH", "check_executor", "check_workload", "execution_notes"]
+__all__ = ["EAGER", "EXECUTORS", "GRAPH", "check_executor", "check_workload", "execution_notes", "pricing_notes"]
 
 #: What is priced, and not always executed on ranks: the values of attributes of a workload that each executor executes.
 _EXECUTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
@@ -47,10 +49,23 @@ def check_workload(workload: Workload, executor: str = EAGER) -> None:
             )
 
 
-def execution_notes(workload: Workload, executor: str = EAGER) -> tuple[str, ...]:
+def pricing_notes(graph: LayerGraph, workload: Workload, executor: str = EAGER) -> tuple[str, ...]:
+    """Return what a plan is priced for and an executor does not do, or does in another way: sentences without a period.
+
+    >>> from autoddl.zoo import resolve_model
+    >>> pricing_notes(resolve_model("mlp:8,8"), Workload(8, 8, zero=1))
+    ('zero=1 is priced, but not executed on ranks',)
+    """
+    refused = (name for name, executed in _EXECUTED[EAGER].items() if getattr(workload, name) not in executed)
+    notes = (f"{name}={getattr(workload, name)} is priced, but not executed on ranks" for name in refused)
+    return (*notes, *execution_notes(graph, workload, executor))
+
+
+def execution_notes(graph: LayerGraph, workload: Workload, executor: str = EAGER) -> tuple[str, ...]:
     """Return what ranks do in another way than it is priced, although the values are right: sentences without a period.
 
-    >>> execution_notes(Workload(8, 8, overlap="all"))
+    >>> from autoddl.zoo import resolve_model
+    >>> execution_notes(resolve_model("mlp:8,8"), Workload(8, 8, overlap="all"))
     ('overlap=all is priced, but the eager executor does not overlap communication with computation',)
     """
     notes = []
@@ -60,7 +75,8 @@ def execution_notes(workload: Workload, executor: str = EAGER) -> tuple[str, ...
         )
     if workload.types.rate == "fp8":
         notes.append("precision fp8 is executed as bfloat16: OneFlow 0.9.0 has no 8-bit types")
-    if workload.attention == "fused" and executor == GRAPH:
+    has_attention = any(kind_of(layer.kind).is_selected for layer in graph.layers)
+    if workload.attention == "fused" and executor == GRAPH and has_attention:
         notes.append("attention is priced as fused, but the graph executor computes it dense, which keeps more memory")
     return tuple(notes)
 

@@ -47,6 +47,7 @@ from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.result import PRICED, JointOptions, PlanResult, Rival
 from autoddl.search.planner import Candidate
 
+from .executors import pricing_notes
 from .stagedocument import stage_facts
 from .trusting import PlanTrust, trust_document
 
@@ -226,7 +227,7 @@ def plan_document(result: PlanResult, trusted: PlanTrust | None = None) -> dict[
         },
         "candidates": [_candidate_fields(candidate) for candidate in result.candidates],
         "trust": trust_document(trusted),
-        "notes": [*result.graph.notes, *(trusted.notes if trusted else ()), *result.notes],
+        "notes": notes_of(result, trusted),
     }
     return sealed({**facts_of(result.graph, result.evaluation, result.options.base.executor), **claims})
 
@@ -297,6 +298,12 @@ def executor_of(fields: Fields) -> str:
     if executor not in EXECUTORS:
         raise UserError(f"{fields.where}: executor is {show_json(executor)}, should be one of {', '.join(EXECUTORS)}")
     return executor
+
+
+def notes_of(result: PlanResult, trusted: PlanTrust | None) -> list[str]:
+    """Return the remarks on a plan for the reader: on its model, its calibration, its execution, and its search."""
+    executed = pricing_notes(result.graph, result.workload, result.options.base.executor)
+    return [*result.graph.notes, *(trusted.notes if trusted else ()), *executed, *result.notes]
 
 
 def _candidate_fields(candidate: Candidate) -> dict[str, Any]:

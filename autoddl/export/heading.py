@@ -84,7 +84,7 @@ def heading_text(plan: PlanFile, origin: str) -> str:
         *_price_lines(evaluation, workload.precision),
         f"Plan     graph {plan.graph.hash}",
         f"         cluster {cluster.hash}",
-        *(f"Note     {note}" for note in (*plan.graph.notes, *execution_notes(workload))),
+        *(f"Note     {note}" for note in (*plan.graph.notes, *execution_notes(plan.graph, workload))),
     ]
     return "\n".join([docstring, *map(comment, lines)])
 

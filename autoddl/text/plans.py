@@ -26,6 +26,7 @@ from autoddl.pipelines.joint.result import PlanResult, Rival, recomputed_text
 from autoddl.pipelines.joint.rivals import describe
 
 from ..explain.view import batch_text, peak_share, plan_heading
+from ..plandocument import notes_of
 from ..trusting import PlanTrust
 from .layers import heading, layouts_of, legend, place, repeated
 from .prices import priced_sections
@@ -42,7 +43,7 @@ def plan_text(result: PlanResult, trusted: PlanTrust | None = None) -> Text:
         result: the result.
         trusted: how far the plan can be trusted on its calibrated cluster; None if the cluster is not calibrated.
     """
-    notes = [*result.graph.notes, *(trusted.notes if trusted else ()), *result.notes]
+    notes = notes_of(result, trusted)
     tables = (_heading(result), _stages(result.evaluation), _layers(result.evaluation), _totals(result))
     if result.layout is not None:
         return Text((*tables, *priced_sections(result), notes_section(notes)))

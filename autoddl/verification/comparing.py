@@ -93,7 +93,7 @@ def _smaller(count: int | None, recount: int) -> int | None:
 
 def _notes(plan: PlanFile, fitted: FittedPlan, executor: str) -> tuple[str, ...]:
     """Return the differences between the plan and its execution that the user should know of."""
-    notes, delays = list(execution_notes(plan.workload, executor)), fitted.schedule.delays
+    notes, delays = list(execution_notes(plan.graph, plan.workload, executor)), fitted.schedule.delays
     if plan.cluster.has_gpus:
         notes.append("the plan is for GPUs; here CPU ranks run it")
     types, here = plan.workload.types, fitted.scaled.workload.types

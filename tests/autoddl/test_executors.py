@@ -11,10 +11,11 @@ import pytest
 import autoddl
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.workload import Workload
-from autoddl.executors import EAGER, GRAPH, check_workload, execution_notes
+from autoddl.executors import EAGER, GRAPH, check_workload, execution_notes, pricing_notes
 from autoddl.export import export
 from autoddl.staging import planned_model
 from autoddl.verification.run import verify
+from autoddl.zoo import resolve_model
 
 #: Options of plans that ranks do not execute, and what is said.
 REFUSED = {
@@ -75,15 +76,18 @@ def test_the_graph_executor_recomputes_single_layers():
 
 
 def test_notes_say_what_is_executed_in_another_way():
-    workload = Workload(8, 8, precision="float32")
-    assert execution_notes(workload) == ()
-    (overlap,) = execution_notes(replace(workload, overlap="gradients"))
+    workload, graph = Workload(8, 8, precision="float32"), resolve_model("gpt:2x64")
+    assert execution_notes(graph, workload) == pricing_notes(graph, workload) == ()
+    (overlap,) = execution_notes(graph, replace(workload, overlap="gradients"))
     assert overlap.startswith("overlap=gradients is priced, but the eager executor does not overlap")
-    (precision,) = execution_notes(replace(workload, precision="fp8"))
+    (precision,) = execution_notes(graph, replace(workload, precision="fp8"))
     assert precision.startswith("precision fp8 is executed as bfloat16")
-    (attention,) = execution_notes(workload, GRAPH)
+    (attention,) = execution_notes(graph, workload, GRAPH)
     assert attention.startswith("attention is priced as fused, but the graph executor computes it dense")
-    assert execution_notes(replace(workload, attention="dense"), GRAPH) == ()
+    assert execution_notes(graph, replace(workload, attention="dense"), GRAPH) == ()
+    assert execution_notes(resolve_model("mlp:8,8"), workload, GRAPH) == ()
+    refused = pricing_notes(graph, replace(workload, zero=1, activations="copied", overlap="all"))
+    assert [note.split(" is priced")[0] for note in refused] == ["zero=1", "activations=copied", "overlap=all"]
 
 
 def test_exported_files_have_the_notes_and_the_way_of_recomputation():

@@ -9,7 +9,9 @@ import pytest
 
 import autoddl
 from autoddl.costmodel.errors import UserError
-from autoddl.megatronflags import read_megatron_flags
+from autoddl.costmodel.workload import Workload
+from autoddl.megatronflags import megatron_flags, read_megatron_flags
+from autoddl.pipelines.joint.uniform import UniformLayout
 from autoddl.plandocument import NOT_SEARCHED
 
 from .test_plan_command import refused, run
@@ -333,6 +335,20 @@ def test_faulty_flags_are_answered_in_one_line(old, new, error, tmp_path: Path, 
     path = tmp_path / "args.txt"
     path.write_text(FLAGS.replace(old, new), encoding="utf-8")
     assert error in refused(capsys, "price", "--from-megatron", str(path), "--cluster", "dgx-a100", "--nodes", "4")
+
+
+def test_recomputation_of_the_first_layers_of_a_stage(tmp_path: Path):
+    """Of 6 layers of a stage the first 2; the flags of the plan say so again."""
+    path = tmp_path / "args.txt"
+    flags = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    path.write_text(FLAGS.replace("--recompute-activations", flags), encoding="utf-8")
+    found = read_megatron_flags(path)
+    assert found.words["recompute"] == "blocks:2"
+    plan = autoddl.price(from_megatron=path, cluster="dgx-a100", nodes=4)
+    assert {stage.recompute for stage in plan.stages} == {"blocks:2"}
+    layout = UniformLayout(found.tensor_parallel, found.num_stages, 2, found.interleave)
+    workload = Workload(found.batch, 2 * found.micro_batch, **found.words)
+    assert flags in " ".join(megatron_flags(found.graph(), layout, workload))
 
 
 def test_recomputation_of_whole_stages_by_either_method(tmp_path: Path):
