@@ -19,7 +19,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import counted
 
-from .device import DeviceFit, fit_device, work_term
+from .device import DeviceFit, fit_device, half_speed_of, product_term, work_term
 from .fit import HeldOut, LevelFit, fit_level, fit_parameters, points_of
 from .forms import FORMS, Form, Key, MeasuredPoint
 from .measurements import BOTH_LEVELS, Sample
@@ -236,7 +236,13 @@ def _device(fit: DeviceFit, base: Cluster, source: str) -> dict[str, Any]:
             document["peak"][rate] = _quantity(
                 reached[rate] / efficiency, "GFLOP/s", 1e9, text, 1.0 / works[rate] / efficiency
             )
-    document.pop("half_speed", None)  # the fitted formula has no such term: launch and efficiency contain it
+    half_speed = {rate: half_speed_of(fit, rate) for rate in fit.rates if fit.parameters[product_term(rate)]}
+    document.pop("half_speed", None)
+    if half_speed:
+        text = f"{source}: a product takes as long as if it had so many FLOPs more"
+        document["half_speed"] = {
+            rate: _quantity(value, "GFLOP", 1e9, text, draws) for rate, (value, draws) in half_speed.items()
+        }
     document["launch"] = _quantity(fit.parameters["launch"], "us", 1e-6, source, fit.draws["launch"])
     memory = 1.0 / np.maximum(fit.draws["memory"], 1.0 / _FASTEST)
     document["memory_bandwidth"] = _quantity(

@@ -1,10 +1,16 @@
 """Fitting a device's speed to timed matmuls and element-wise operations.
 
-    t = (1 + e c) (launch + 2 m k n / rate + bytes / memory_bandwidth)
+    t = (1 + e c) (launch + (F + F0) / rate + bytes / memory_bandwidth),        F = 2 m k n
 
-as in :mod:`autoddl.costmodel.cluster`; e is the excess of ranks over cores.  Products have a rate for each precision that clusters
-give the speed of (``float32``, ``mixed``); launch, memory bandwidth and crowding are common to all.  For a given crowding c this is
-linear in the other parameters; c minimises the residuals, by a bounded scalar search.
+as in :mod:`autoddl.costmodel.cluster`; e is the excess of ranks over cores.  F0 are the FLOPs of a product that reaches half of the
+rate: small products, and the narrow ones that splitting leaves, use a device less well.  Products have a rate and an F0 for each
+precision that clusters give the speed of (``float32``, ``mixed``); launch, memory bandwidth and crowding are common to all.  For a
+given crowding c this is linear in launch, 1 / rate, F0 / rate and 1 / memory_bandwidth; c minimises the residuals, by a bounded
+scalar search.
+
+**With F0 or without.**  Cross-validation decides, as between the formulas of collectives (:mod:`.fit`): all samples of one shape
+are held out in turn and predicted from the other shapes.  Element-wise operations have no F0.  Without them it could not be told
+from the launch, and is not fitted.
 """
 
 from __future__ import annotations
@@ -18,14 +24,34 @@ from scipy.optimize import minimize_scalar
 from autoddl.costmodel.cluster import excess
 from autoddl.costmodel.precision import PRECISIONS, precision_of
 
-from .fit import DRAWS, undisturbed
+from .fit import DRAWS, simplest, undisturbed
 from .measurements import DEVICE_WORK, Sample
 from .robust import location, nonnegative_fit
 
-__all__ = ["DeviceFit", "fit_device", "work_term"]
+__all__ = ["DeviceFit", "HeldOutProduct", "fit_device", "half_speed_of", "product_term", "work_term"]
 
 #: Largest crowding of the search.
 _MAX_CROWDING = 10.0
+
+
+@dataclass(frozen=True)
+class HeldOutProduct:
+    """The prediction of a product from the products of other shapes.
+
+    Attributes:
+        sample: the first sample of the product.
+        seconds: its measured time.
+        predicted_s: the predicted time.
+    """
+
+    sample: Sample
+    seconds: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """|predicted - measured| / measured."""
+        return abs(self.predicted_s / self.seconds - 1)
 
 
 @dataclass(frozen=True)
@@ -33,11 +59,13 @@ class DeviceFit:
     """The fitted parameters of a device.
 
     Attributes:
-        parameters: launch [s], work of each rate [s/FLOP] (:func:`work_term`), memory [s/byte], crowding [1].
+        parameters: launch [s], work of each rate [s/FLOP] (:func:`work_term`), F0 / rate of each rate [s] (:func:`product_term`; 0
+            if products are predicted as well without it), memory [s/byte], crowding [1].
         rates: the precisions whose products were measured, as clusters give their speed.
         draws: bootstrap values of each parameter, shape (draws,).
         error: median of |predicted - measured| / measured.
         num_points: number of points fitted.
+        held_out: prediction of each product from those of other shapes; empty if there are too few shapes.
     """
 
     parameters: Mapping[str, float]
@@ -45,11 +73,26 @@ class DeviceFit:
     draws: Mapping[str, np.ndarray]
     error: float
     num_points: int
+    held_out: tuple[HeldOutProduct, ...] = ()
 
 
 def work_term(rate: str) -> str:
-    """The name of the parameter of the products of a rate."""
+    """The name of the parameter of the FLOPs of products of a rate."""
     return f"work {rate}"
+
+
+def product_term(rate: str) -> str:
+    """The name of the parameter of the number of products of a rate."""
+    return f"product {rate}"
+
+
+def half_speed_of(fit: DeviceFit, rate: str) -> tuple[float, np.ndarray]:
+    """Return F0 of a rate [FLOPs], and its bootstrap values of shape (draws,)."""
+    value, draws = (
+        values[product_term(rate)] / np.maximum(values[work_term(rate)], 1e-18)
+        for values in (fit.parameters, fit.draws)
+    )
+    return float(value), np.asarray(draws)
 
 
 def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
@@ -65,11 +108,18 @@ def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
     repetitions = [undisturbed([(sample.seconds, sample.foreign) for sample in group]) for group in members]
     seconds = np.array([float(location(times)[0]) for times in repetitions])
     rates = _rates(firsts)
-    work = [[_flops(first) if _rate(first) == rate else 0.0 for first in firsts] for rate in rates]
-    features = np.array([[1.0] * len(firsts), *work, [float(first.bytes) for first in firsts]]).T
-    crowd = np.array([excess(first.ranks_per_node, first.cores or None) for first in firsts])
-    everything = np.ones(len(firsts))
-    parameters = _fit(features, crowd, seconds, everything, (0.0, _MAX_CROWDING))
+    points = _Points(firsts, rates, seconds)
+    # Without F0 its columns are zero, and so are its parameters.
+    candidates = [points.without_products()]
+    if any(first.collective == "elementwise" for first in firsts):
+        candidates.append(points)
+    held_out = [_held_out(candidate) for candidate in candidates]
+    chosen = 0
+    if all(held_out):
+        numbers = [int(candidate.features.any(axis=0).sum()) for candidate in candidates]
+        chosen = simplest(numbers, [[one.error for one in products] for products in held_out])
+    features, crowd = candidates[chosen].features, points.crowd
+    parameters = _fit(features, crowd, seconds, np.ones(len(firsts)), (0.0, _MAX_CROWDING))
     # Draws search crowding near that of the fit, since the scalar search finds only local minima.
     around = (0.5 * parameters[-1], 1.5 * parameters[-1] + 0.1)
     rng = np.random.default_rng(seed)
@@ -77,15 +127,65 @@ def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
     for _ in range(DRAWS):
         drawn = np.array([float(location(rng.choice(times, size=len(times)))[0]) for times in repetitions])
         draws.append(_fit(features, crowd, drawn, rng.exponential(size=len(firsts)), around))
-    predicted = features @ parameters[:-1] * (1 + crowd * parameters[-1])
-    names = ("launch", *map(work_term, rates), "memory", "crowding")
+    predicted = _predicted(features, crowd, parameters)
+    names = ("launch", *map(work_term, rates), *map(product_term, rates), "memory", "crowding")
     return DeviceFit(
         dict(zip(names, map(float, parameters))),
         rates,
         {name: np.array([draw[i] for draw in draws]) for i, name in enumerate(names)},
         float(np.median(np.abs(predicted / seconds - 1))),
         len(firsts),
+        held_out[chosen],
     )
+
+
+class _Points:
+    """The points that a device is fitted to.
+
+    Args:
+        firsts: a sample of each point.
+        rates: the rates of the products among them.
+        seconds: the time of each point, shape (points,).
+
+    Attributes:
+        features: launches; FLOPs, and then products, by rate; bytes; shape (points, 2 + 2 rates).
+        crowd: the excess of ranks over cores, shape (points,).
+    """
+
+    def __init__(self, firsts: Sequence[Sample], rates: Sequence[str], seconds: np.ndarray):
+        self.firsts, self.rates, self.seconds = firsts, rates, seconds
+        self.crowd = np.array([excess(first.ranks_per_node, first.cores or None) for first in firsts])
+        flops = np.array([[_flops(first) if _rate(first) == rate else 0.0 for first in firsts] for rate in rates])
+        self.features = np.column_stack(
+            [np.ones(len(firsts)), flops.T, (flops > 0).T.astype(float), [float(first.bytes) for first in firsts]]
+        )
+
+    def without_products(self) -> _Points:
+        """The same points, without the numbers of products."""
+        points = _Points(self.firsts, self.rates, self.seconds)
+        points.features[:, 1 + len(self.rates) : -1] = 0.0
+        return points
+
+
+def _held_out(points: _Points) -> tuple[HeldOutProduct, ...]:
+    """Predict the products of every shape from all other points; empty if some rate has fewer than four shapes."""
+    is_product = np.array([first.collective == "matmul" for first in points.firsts])
+    keys = [(_rate(first), first.shape) if own else None for first, own in zip(points.firsts, is_product)]
+    shapes = [key for key in dict.fromkeys(keys) if key is not None]
+    if any(sum(rate == own for own, _ in shapes) < 4 for rate in points.rates):
+        return ()
+    found = []
+    for shape in shapes:
+        test = np.array([key == shape for key in keys])
+        train = ~test
+        features, crowd, seconds = points.features[train], points.crowd[train], points.seconds[train]
+        parameters = _fit(features, crowd, seconds, np.ones(len(seconds)), (0.0, _MAX_CROWDING))
+        predicted = _predicted(points.features, points.crowd, parameters)
+        found += [
+            HeldOutProduct(points.firsts[i], float(points.seconds[i]), float(predicted[i]))
+            for i in np.flatnonzero(test)
+        ]
+    return tuple(found)
 
 
 def _rate(sample: Sample) -> str:
@@ -100,6 +200,11 @@ def _rates(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 def _flops(sample: Sample) -> float:
     return 2.0 * float(np.prod(sample.product, dtype=float)) if sample.collective == "matmul" else 0.0
+
+
+def _predicted(features: np.ndarray, crowd: np.ndarray, parameters: np.ndarray) -> np.ndarray:
+    """The times of points by the formula; the last parameter is the crowding."""
+    return np.asarray(features @ parameters[:-1] * (1 + crowd * parameters[-1]))
 
 
 def _fit(

@@ -26,7 +26,17 @@ from .forms import FORMS, Form, Key, MeasuredPoint, scopes
 from .measurements import COLLECTIVES, Sample
 from .robust import location, nonnegative_fit
 
-__all__ = ["FormTrial", "HeldOut", "LevelFit", "fit_level", "fit_parameters", "held_out", "points_of", "predict"]
+__all__ = [
+    "FormTrial",
+    "HeldOut",
+    "LevelFit",
+    "fit_level",
+    "fit_parameters",
+    "held_out",
+    "points_of",
+    "predict",
+    "simplest",
+]
 
 #: Number of bootstrap draws.
 DRAWS = 100
@@ -161,7 +171,7 @@ def fit_level(points: Sequence[MeasuredPoint], level: str, seed: int = 0, forms:
         raise UserError(f"no samples of collectives on the {level} level; measure all-reduce, all-gather and the like")
     _check_sizes(rings, level)
     choices = [_choice(form, rings) for form in forms]
-    chosen = _chosen(choices)
+    chosen = choices[simplest([one.num_parameters for one in choices], [one.errors for one in choices])]
     rng = np.random.default_rng(seed)
     transfer: dict[Key, float] = {}
     transfer_draws: dict[Key, np.ndarray] = {}
@@ -255,17 +265,25 @@ def _choice(form: Form, points: Sequence[MeasuredPoint]) -> FormTrial:
     return FormTrial(form, count, tuple(by_point.get(id(point), 1.0) for point in points))
 
 
-def _chosen(choices: Sequence[FormTrial]) -> FormTrial:
-    """The form with the fewest parameters that is about as good as the best one (see the module's docstring)."""
+def simplest(num_parameters: Sequence[int], errors: Sequence[Sequence[float]]) -> int:
+    """Return the number of the formula with the fewest parameters that is about as good as the best (see the module's docstring).
+
+    Args:
+        num_parameters: of each formula.
+        errors: of each formula on the same held-out points, relative.
+
+    >>> simplest([2, 5], [[0.050, 0.060], [0.050, 0.059]]), simplest([2, 5], [[0.5, 0.6], [0.05, 0.06]])
+    (0, 1)
+    """
     # Clip errors at 100 %: larger ones are equally useless.
-    clipped = [np.minimum(choice.errors, 1.0) for choice in choices]
-    best = int(np.argmin([errors.mean() for errors in clipped]))
-    for choice, errors in sorted(zip(choices, clipped), key=lambda pair: pair[0].num_parameters):
-        worse = errors - clipped[best]
+    clipped = [np.minimum(own, 1.0) for own in errors]
+    best = int(np.argmin([own.mean() for own in clipped]))
+    for number in sorted(range(len(clipped)), key=lambda one: num_parameters[one]):
+        worse = clipped[number] - clipped[best]
         doubt = worse.std() / math.sqrt(len(worse))
-        if worse.mean() <= max(NEGLIGIBLE, min(doubt, 0.1 * clipped[best].mean())) or choice is choices[best]:
-            return choice
-    return choices[best]
+        if worse.mean() <= max(NEGLIGIBLE, min(doubt, 0.1 * clipped[best].mean())) or number == best:
+            return number
+    return best
 
 
 def _bootstrap(form: Form, points: Sequence[MeasuredPoint], rng: np.random.Generator) -> dict[Key, np.ndarray]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from autoddl.calib.clusterfile import BothLevels, Fit, both_levels, errors_of_cluster, quality_of
-from autoddl.calib.device import DeviceFit, work_term
+from autoddl.calib.device import DeviceFit, half_speed_of, product_term, work_term
 from autoddl.calib.fit import UNDISTURBED, FormTrial, HeldOut, LevelFit
 from autoddl.calib.forms import Key
 from autoddl.calib.measurements import Sample
@@ -40,6 +41,8 @@ def fit_text(fit: Fit, cluster: Cluster | None = None) -> Text:
         sections.append(_both_levels(both))
     if fit.device is not None:
         sections.append(_device(fit.device))
+        if fit.device.held_out:
+            sections.append(_products(fit.device))
     return Text(tuple(sections))
 
 
@@ -245,5 +248,45 @@ def _device(fit: DeviceFit) -> Section:
         interval = np.quantile(fit.draws[term], [0.025, 0.975])
         low, high = interval if term in ("launch", "crowding") else interval[::-1]  # the others are shown as rates
         rows.append((name, f"{show(value)} [{show(low)}, {show(high)}]"))
+        rows += [
+            _half_speed(fit, rate)
+            for rate in fit.rates
+            if term == work_term(rate) and fit.parameters[product_term(rate)]
+        ]
     remark = f"  median relative error {fit.error:.1%} over {fit.num_points} products and element-wise operations"
     return ["Local work", Table((Column(), Column("fit [95 %]")), tuple(rows)), remark]
+
+
+def _products(fit: DeviceFit) -> Section:
+    """The prediction of each product from those of other shapes."""
+    rows = [
+        (
+            " x ".join(map(str, one.sample.product)),
+            one.sample.type,
+            str(one.sample.ranks_per_node),
+            format_seconds(one.seconds),
+            format_seconds(one.predicted_s),
+            f"{one.error:.1%}",
+        )
+        for one in fit.held_out
+    ]
+    median = float(np.median([one.error for one in fit.held_out]))
+    remark = f"  each shape predicted from the others; median relative error {median:.1%}"
+    columns: tuple[Column[Any], ...] = (
+        Column("m x k x n"),
+        Column("precision"),
+        *(Column(name, right=True) for name in ("ranks/node", "measured", "predicted", "error")),
+    )
+    return ["Held-out products", Table(columns, tuple(rows)), remark]
+
+
+def _half_speed(fit: DeviceFit, rate: str) -> tuple[str, str]:
+    """Name and value of the FLOPs at which products reach half of their rate."""
+    value, draws = half_speed_of(fit, rate)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    name = f"half of it in {rate} at" if len(fit.rates) > 1 else "half of it at"
+    return name, f"{_flop(value)} [{_flop(low)}, {_flop(high)}]"
+
+
+def _flop(value: float) -> str:
+    return f"{value / 1e9:.3g} GFLOP" if value >= 1e9 else f"{value / 1e6:.3g} MFLOP"
