@@ -268,7 +268,7 @@ def _products(fit: DeviceFit) -> Section:
             format_seconds(one.predicted_s),
             f"{one.error:.1%}",
         )
-        for one in fit.held_out
+        for one in sorted(fit.held_out, key=lambda one: (one.sample.type, one.sample.ranks_per_node, one.seconds))
     ]
     median = float(np.median([one.error for one in fit.held_out]))
     remark = f"  each shape predicted from the others; median relative error {median:.1%}"
