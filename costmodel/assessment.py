@@ -6,7 +6,7 @@ Every figure of a plan comes from here.  The verifier (:mod:`autoddl.search.veri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .cluster import Cluster
@@ -119,23 +119,39 @@ class Assessment:
         return resident + max(layer.work.buffer_bytes for layer in self.layers)
 
 
-def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]) -> Assessment:
+def assess(
+    graph: LayerGraph,
+    cluster: Cluster,
+    workload: Workload,
+    strategies: Mapping[str, Strategy],
+    known: dict[object, LayerAssessment] | None = None,
+) -> Assessment:
     """Compute the cost of a plan.
 
     Args:
         graph, cluster, workload: what the plan is for.
         strategies: the strategy of every layer, by name.
+        known: keeps the costs of layers for other graphs on the same cluster with the same workload, since equal layers at equal
+            places have equal costs; None: for this graph alone.
 
     Raises:
         UserError: a layer has no strategy, or its strategy does not fit the layer's shape, the cluster or the micro-batch.
     """
     assessed = []
+    known = {} if known is None else known
     for layer in graph.layers:
         strategy = strategies.get(layer.name)
         if strategy is None:
             raise UserError(f"layer {layer.name!r} has no strategy")
-        _check(graph, layer, cluster, workload, strategies)
         place = graph.place(layer.name, workload.recompute)
+        sources = tuple((graph[name].signature(), strategies.get(name)) for name in graph.inputs(layer.name))
+        key = (layer.signature(), place, strategy, sources)
+        is_tied = any(parameter.tied_to is not None for parameter in layer.parameters)
+        if key not in known or is_tied:  # a shared weight has to fit the strategy of its partner, too
+            _check(graph, layer, cluster, workload, strategies)
+        if key in known:
+            assessed.append(replace(known[key], layer=layer))
+            continue
         work = layer_work(layer, strategy, workload, workload.micro_batch, place)
         arriving = tuple(
             step
@@ -143,7 +159,8 @@ def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: 
             for step in edge_steps(graph[producer], strategies[producer], strategy, workload, workload.micro_batch)
         )
         repeated = arriving if repeats_redistributions(workload, place) else ()
-        assessed.append(_assess_layer(layer, strategy, work, (arriving, repeated), cluster, workload))
+        known[key] = _assess_layer(layer, strategy, work, (arriving, repeated), cluster, workload)
+        assessed.append(known[key])
     return Assessment(tuple(assessed), workload.overlap)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -142,6 +143,10 @@ class Layer:
 
     def signature(self) -> tuple[Any, ...]:
         """A key: layers with equal signatures have the same strategies at the same costs."""
+        return self._signature
+
+    @cached_property
+    def _signature(self) -> tuple[Any, ...]:
         return (
             self.kind,
             self.input_shape,

@@ -372,10 +372,7 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     """
     mesh, workload, choices = configuration.mesh, configuration.workload, configuration.stages
     graphs = [chain.stage(*bounds) for bounds in configuration.bounds]
-    assessments = [
-        _assess(graph, configuration.mesh_of(s).devices(cluster), workload, choice)
-        for s, (graph, choice) in enumerate(zip(graphs, choices))
-    ]
+    assessments = _assessments(configuration, cluster, graphs)
     # The schedule, and the transfers between neighbouring stages.
     recomputing = tuple(choice.recompute == "stage" for choice in choices)
     schedule = _schedule_of(configuration, recomputing)
@@ -467,10 +464,16 @@ def evaluate_unpipelined(
     return evaluate(chain, cluster, Configuration(StageMesh.whole(cluster), schedule, workload, (stage,)))
 
 
-def _assess(graph: StageGraph, devices: Cluster, workload: Workload, choice: StageChoice) -> Assessment:
-    """The assessment of a stage's layers, without the entry."""
-    assessment = assess(graph.graph, devices, workload_of_stage(workload, choice.recompute), choice.strategies)
-    return replace(assessment, layers=assessment.layers[1:]) if graph.has_entry else assessment
+def _assessments(configuration: Configuration, cluster: Cluster, graphs: Sequence[StageGraph]) -> list[Assessment]:
+    """The assessment of each stage's layers, without the entry."""
+    known: dict[object, dict[object, LayerAssessment]] = {}
+    assessments = []
+    for number, (graph, choice) in enumerate(zip(graphs, configuration.stages)):
+        mesh, workload = configuration.mesh_of(number), workload_of_stage(configuration.workload, choice.recompute)
+        same = known.setdefault((mesh, workload), {})
+        assessment = assess(graph.graph, mesh.devices(cluster), workload, choice.strategies, same)
+        assessments.append(replace(assessment, layers=assessment.layers[1:]) if graph.has_entry else assessment)
+    return assessments
 
 
 class StageTimes(Protocol):
