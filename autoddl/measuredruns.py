@@ -39,6 +39,7 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.reading import csv_rows, parse_figure, read_text, shown_path
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.configuration import Configuration
 from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
 from autoddl.pipelines.joint.partition import Chain, chain_of
 from autoddl.pipelines.joint.uniform import UniformLayout, uniform_configuration
@@ -331,18 +332,35 @@ def _chain(family: str, model: Transformer) -> Chain:
     return chain_of(FAMILIES[family](model))
 
 
-def _evaluation(run: MeasuredRun, cluster: Cluster, efficiency: float) -> Evaluation:
-    """Evaluate a run at an efficiency relative to that of the cluster.
+@dataclass(frozen=True)
+class _Configured:
+    """A run as the cost model sees it: its model, its part of the cluster, and its configuration."""
+
+    chain: Chain
+    cluster: Cluster
+    configuration: Configuration
+
+    def at(self, efficiency: float) -> Evaluation:
+        """Evaluate the run at an efficiency relative to that of the cluster.
+
+        Raises:
+            UserError: the configuration does not fit the model or the cluster.
+        """
+        device = self.cluster.device
+        inside = device.efficiency if device.core_efficiency is None else device.core_efficiency
+        scaled = replace(device, efficiency=efficiency * device.efficiency, core_efficiency=efficiency * inside)
+        return evaluate(self.chain, replace(self.cluster, device=scaled), self.configuration)
+
+
+def _configured(run: MeasuredRun) -> _Configured:
+    """Prepare a run for its evaluations.
 
     Raises:
         UserError: the configuration does not fit the model or the cluster.
     """
-    device = cluster.device
-    inside = device.efficiency if device.core_efficiency is None else device.core_efficiency
-    scaled = replace(device, efficiency=efficiency * device.efficiency, core_efficiency=efficiency * inside)
+    cluster = run.cluster()
     chain = _chain(run.family, replace(run.model, name=""))
-    configuration = uniform_configuration(chain, cluster, run.layout, run.workload)
-    return evaluate(chain, replace(cluster, device=scaled), configuration)
+    return _Configured(chain, cluster, uniform_configuration(chain, cluster, run.layout, run.workload))
 
 
 def price_runs(runs: Sequence[MeasuredRun], is_fitted: bool = False) -> PricedRuns:
@@ -354,11 +372,11 @@ def price_runs(runs: Sequence[MeasuredRun], is_fitted: bool = False) -> PricedRu
     """
     steps: dict[int, tuple[float, float]] = {}
     faults: dict[int, str] = {}
-    clusters: dict[int, Cluster] = {}
+    configured: dict[int, _Configured] = {}
     for number, run in enumerate(runs):
         try:
-            clusters[number] = run.cluster()
-            low, high = (_evaluation(run, clusters[number], factor).step_s for factor in FACTORS)
+            configured[number] = _configured(run)
+            low, high = (configured[number].at(factor).step_s for factor in FACTORS)
             steps[number] = (low, high)
         except UserError as error:
             faults[number] = str(error)
@@ -370,7 +388,7 @@ def price_runs(runs: Sequence[MeasuredRun], is_fitted: bool = False) -> PricedRu
             name,
             len(numbers),
             fit_group([run_times(steps[number], runs[number].measured_s) for number in numbers]),
-            clusters[numbers[0]].device.efficiency,
+            configured[numbers[0]].cluster.device.efficiency,
         )
         for name, numbers in members.items()
     )
@@ -380,9 +398,9 @@ def price_runs(runs: Sequence[MeasuredRun], is_fitted: bool = False) -> PricedRu
         if number in faults:
             priced.append(PricedRun(run, fault=faults[number]))
             continue
-        cluster, efficiency = clusters[number], efficiencies[run.group] if is_fitted else 1.0
-        found = _evaluation(run, cluster, efficiency)
-        device = cluster.device
+        efficiency = efficiencies[run.group] if is_fitted else 1.0
+        found = configured[number].at(efficiency)
+        device = configured[number].cluster.device
         memory = found.memory_bytes + device.framework_bytes
         priced.append(PricedRun(run, efficiency, found.step_s, memory, device.memory_bytes))
     return PricedRuns(tuple(priced), groups, is_fitted)

@@ -71,7 +71,8 @@ class LayerGraph:
     part_of: LayerGraph | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        _validate(self)
+        if self.part_of is None:  # the layers of a stage are those of a valid model
+            _validate(self)
 
     def __repr__(self) -> str:
         return f"<LayerGraph {self.name}: {len(self.layers)} layers, {self.num_parameters:,} parameters>"
