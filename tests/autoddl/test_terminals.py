@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import io
 import os
 import re
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,55 @@ class Terminal:
         return self._read.decode().replace("\r\n", "\n")
 
 
+@dataclass(frozen=True)
+class Printed:
+    """What a command prints: the texts before they are fitted, and with how many columns.
+
+    Attributes:
+        screen: what it wrote to a terminal of the least of `WIDTHS`.
+        texts: with the remedy that each names.
+    """
+
+    screen: str
+    texts: tuple[tuple[Text, str], ...]
+
+    def fitted(self, width: int) -> str:
+        return "\n".join(text.fitted(width, remedy) for text, remedy in self.texts)
+
+    @property
+    def orders(self) -> set[str]:
+        """The columns that its tables may lose, in order."""
+        blocks = (block for text, _ in self.texts for section in text.sections for block in section)
+        tables = (block for block in blocks if isinstance(block, Table))
+        return {", ".join(table.columns[i].label for i in table.leaving) for table in tables}
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> Callable[[str], Printed]:
+    """``printed(name)``: what that command prints; it is run once for all tests."""
+
+    @functools.cache
+    def run(name: str) -> Printed:
+        return printing(COMMANDS[name], folder)
+
+    return run
+
+
+def printing(words: tuple[str, ...], folder: Path) -> Printed:
+    """Run a command on a terminal of the least width."""
+    texts: list[tuple[Text, str]] = []
+    fitted = Text.fitted
+
+    def look(text: Text, width: int | None, remedy: str = "") -> str:
+        texts.append((text, remedy))
+        return fitted(text, width, remedy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Text, "fitted", look)
+        screen = on_terminal(words, folder, WIDTHS[0])
+    return Printed(screen, tuple(texts))
+
+
 def on_terminal(words: tuple[str, ...], folder: Path, width: int) -> str:
     """What a command writes to a terminal of that width."""
     terminal = Terminal(width)
@@ -158,21 +209,6 @@ def longest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
-@pytest.fixture
-def orders(monkeypatch) -> set[str]:
-    """The columns that the tables which are printed meanwhile may lose, in order."""
-    found: set[str] = set()
-    fitted = Text.fitted
-
-    def look(text: Text, width: int | None, remedy: str = "") -> str:
-        tables = [block for section in text.sections for block in section if isinstance(block, Table)]
-        found.update(", ".join(table.columns[i].label for i in table.leaving) for table in tables)
-        return fitted(text, width, remedy)
-
-    monkeypatch.setattr(Text, "fitted", look)
-    return found
-
-
 def documented(words: Sequence[str]) -> set[str]:
     """The orders that the page states for a command."""
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
@@ -186,23 +222,27 @@ def test_every_command_with_tables_is_here():
     assert wide == {words[0] for words in [*COMMANDS.values(), *RUNNING.values()]}
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+def check_widths(found: Printed, words: Sequence[str]) -> None:
+    """A terminal has what the texts are at its width; at no width a line is longer, and columns leave in the page's order."""
+    assert 20 < longest(found.screen) <= WIDTHS[0]
+    assert all(text.fitted(WIDTHS[0], remedy) in found.screen for text, remedy in found.texts)
+    for width in WIDTHS[1:]:
+        assert 20 < longest(found.fitted(width)) <= width
+    assert found.orders - {""} <= documented(words)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_lines_fit_the_terminal(name, width, folder, orders):
+def test_lines_fit_the_terminal(name, printed):
     """And columns are left out in the order that the page states."""
-    text = on_terminal(COMMANDS[name], folder, width)
-    assert 20 < longest(text) <= width
-    assert orders - {""} <= documented(COMMANDS[name])
+    check_widths(printed(name), COMMANDS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason=is_available().reason)
 @pytest.mark.parametrize("name", RUNNING)
-def test_lines_of_what_runs_fit_the_terminal(name, folder, lent_ranks, orders):
-    """The verification of a pipeline takes more than 10 s: every step of it runs on ranks and on one device, once per width."""
-    for width in WIDTHS:
-        assert 20 < longest(on_terminal(RUNNING[name], folder, width)) <= width
-    assert orders - {""} <= documented(RUNNING[name])
+def test_lines_of_what_runs_fit_the_terminal(name, folder, lent_ranks):
+    """The verification of a pipeline takes more than 10 s: every step of it runs on ranks and on one device."""
+    check_widths(printing(RUNNING[name], folder), RUNNING[name])
 
 
 @pytest.mark.parametrize(
@@ -218,27 +258,25 @@ def test_wide_prints_what_a_pipe_gets(name, folder, capsys):
     assert "(--wide" not in piped and longest(piped) > 78
 
 
-def test_the_page_states_no_order_that_is_none(folder, orders, capsys):
-    for name, words in COMMANDS.items():
-        if name != "plan --pipeline":  # has the tables of a paper's planner's
-            assert main(placed(words, folder)) == 0
+def test_the_page_states_no_order_that_is_none(printed):
+    """Where no other test has run the commands before, this one does, for seconds."""
+    orders = {order for name in COMMANDS for order in printed(name).orders}
     assert {order for words in COMMANDS.values() for order in documented(words)} <= orders
 
 
-def test_what_was_left_out_is_said(folder):
-    text = on_terminal(COMMANDS["plan"], folder, 80)
+def test_what_was_left_out_is_said(printed):
+    text = printed("plan").screen
     assert "  left out: input, weight, output (--wide shows all)\n" in text
     (heading,) = (line for line in text.splitlines() if "communication" in line and "layer" in line)
     assert not {"input", "weight", "output"} & set(heading.split())
 
 
-def test_strategies_are_explained_where_they_first_appear(folder, capsys):
+def test_strategies_are_explained_where_they_first_appear(printed):
     for name in ("plan", "plan --pipeline", "explain, of a pipeline", "diff"):
-        assert main(placed(COMMANDS[name], folder)) == 0
-        printed = capsys.readouterr().out
-        assert printed.count("(p0,p1,p2): samples are split over p0 devices") == 1, name
-        assert printed.index("(2,") < printed.index("(p0,p1,p2): samples")
-    assert "inter-node: between nodes, intra-node: inside a node" in on_terminal(COMMANDS["plan"], folder, 500)
+        text = printed(name).fitted(500)
+        assert text.count("(p0,p1,p2): samples are split over p0 devices") == 1, name
+        assert text.index("(2,") < text.index("(p0,p1,p2): samples")
+    assert "inter-node: between nodes, intra-node: inside a node" in printed("plan").fitted(500)
 
 
 def test_the_process_looks_at_its_own_terminal():
