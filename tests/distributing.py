@@ -7,6 +7,8 @@ because a launch mostly waits for processes to start and to end:
 - ``ranks``: tests of what ranks compute (the mark ``ranks``, and the fixtures of `sharedranks`);
 - ``launches``: tests of how jobs start and end (the mark ``ranks("launches")``).
 
+Other tests that use a fixture of their module form a unit of that module, so that no two workers compute what they share.
+
 The process that shares the tests out knows their names alone. So every worker leaves the units' tests in a file.
 (pytest-xdist's own way to name a unit, ``--dist loadgroup``, adds it to the tests' names; with pytest 9.2 it has no effect.)
 """
@@ -36,14 +38,23 @@ def mark_ranks(items: list[pytest.Item]) -> None:
 
 def tell_units(items: list[pytest.Item], folder: Path, worker: str) -> None:
     """In a worker: leave the unit of each test that belongs to one."""
-    marks = {item.nodeid: mark for item in items if (mark := item.get_closest_marker("ranks"))}
+    units = {item.nodeid: unit for item in items if (unit := _unit_of(item))}
     own = folder / f"{worker}.{_FILE}"
-    own.write_text(json.dumps({name: next(iter(mark.args), "ranks") for name, mark in marks.items()}), encoding="utf-8")
+    own.write_text(json.dumps(units), encoding="utf-8")
     os.replace(own, folder / _FILE)  # all workers write the same
 
 
+def _unit_of(item: pytest.Item) -> str | None:
+    if mark := item.get_closest_marker("ranks"):
+        return next(iter(mark.args), "ranks")
+    known = getattr(item, "_fixtureinfo", None)
+    definitions = known.name2fixturedefs.values() if known else ()
+    shares = any(definition.scope == "module" for same in definitions for definition in same)
+    return item.nodeid.partition("::")[0] if shares else None
+
+
 class Scheduling(LoadScopeScheduling):
-    """The units of tests of ranks, which are begun first; every other test is a unit of its own.
+    """The units, largest first: those of ranks, and those of modules; every other test is a unit of its own.
 
     A test that ends its worker is not run again: pytest-xdist 3.8 gives the unit to the next worker with that test at its head, and
     a test that hangs would do so as often as workers may be replaced.
