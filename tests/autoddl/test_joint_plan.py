@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,8 @@ from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.planfile import load_plan, plan_document, plan_from_document, save_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import Transformer, gpt, mlp, resolve_model
+
+from ..pipelines.joint.comparisons import without_rivals
 
 GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
 UNTIED = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
@@ -83,7 +86,13 @@ def test_dapple_offers_all_that_1f1b_does(seconds):
     assert rows["Megatron + 1F1B"].paper_step_s is None
 
 
-def test_a_wider_choice_is_no_slower():
+@pytest.fixture
+def no_comparison() -> Iterator[None]:
+    with without_rivals():
+        yield
+
+
+def test_a_wider_choice_is_no_slower(no_comparison):
     """A choice for every layer, Summa meshes and asynchronous schedules: what was there before is still there."""
     slow, base = MACHINE.with_links(bandwidth=2e7), Options(batch=8, memory_limit_bytes=4e6, summa=False)
     plain = plan_jointly(UNTIED, slow, JointOptions(base))
@@ -94,7 +103,7 @@ def test_a_wider_choice_is_no_slower():
         assert found.lower_bound_s <= plain.lower_bound_s * (1 + 1e-9)
 
 
-def test_summa_meshes_are_only_taken_where_they_are_on_offer():
+def test_summa_meshes_are_only_taken_where_they_are_on_offer(no_comparison):
     """Two x two devices of a node: a linear layer's (1, 2, 2) moves less than what else there is, if it may be taken."""
     graph, machine = mlp((2048, 2048, 2048, 2048)), MACHINE.resized(1, 4)
     found = {
@@ -250,7 +259,7 @@ def test_faults_are_one_line(capsys, arguments, said):
         (mlp((64, 64, 64, 64, 64, 64)), 2, Options(batch=4, recompute=True)),
     ],
 )
-def test_the_memory_that_would_do_does_and_less_does_not(graph, devices, options):
+def test_the_memory_that_would_do_does_and_less_does_not(no_comparison, graph, devices, options):
     """Three searches each, of which two have to show that nothing fits."""
     machine = MACHINE.resized(1, devices)
     with pytest.raises(UserError, match="would do") as caught:

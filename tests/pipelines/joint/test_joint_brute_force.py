@@ -40,6 +40,7 @@ from autoddl.zoo import Transformer, gpt, mlp
 
 from .brute_force import BruteForce, Found, families
 from .brute_force_stages import Job
+from .comparisons import without_rivals
 from .pipeline_program import TaskTimes, program_of
 
 pytestmark = pytest.mark.slow
@@ -50,9 +51,8 @@ UNLIMITED = 1e12
 
 @pytest.fixture(autouse=True, scope="module")
 def no_comparison() -> Iterator[None]:
-    """The families that a plan is compared with take a third of its time, and are not what is judged here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autoddl.pipelines.joint.planner.plan_rivals", lambda *_: (), raising=False)
+    """The families that a plan is compared with are not what is judged here."""
+    with without_rivals():
         yield
 
 
