@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.pipelines.runtime.ranks.network import namespace_available
 
 __all__ = ["counted_ranks", "lending", "lent_ranks", "ranks", "ranks_of_graphs"]
+
+#: Pools that have run graphs are closed when they hold more.
+MOST_MEMORY_BYTES = 3 * 2**30
 
 #: Where commands take the pools from that they start.
 _USERS = ("pipelines.runtime.ranks.launcher", "pipelines.runtime.pipeline.training", "verification.run")
@@ -47,16 +51,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
             started.close()
         pools.clear()
 
-    pool.close = close  # type: ignore[attr-defined]
+    def memory_bytes() -> int:
+        """Memory of all pools, where the system tells it; 0 elsewhere."""
+        pids = [pid for started in pools.values() if started.is_open for pid in started.pids]
+        return sum(map(_memory_bytes, pids))
+
+    pool.close, pool.memory_bytes = close, memory_bytes  # type: ignore[attr-defined]
     yield pool
     close()
 
 
+def _memory_bytes(pid: int) -> int:
+    """Memory of a process that it does not share."""
+    with contextlib.suppress(OSError):
+        pages, shared = map(int, Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+        return (pages - shared) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 @pytest.fixture
 def ranks_of_graphs(ranks: Callable[[int], RankPool]) -> Iterator[None]:
-    """Close all pools after the test: OneFlow frees the memory of a graph when its process ends, not before."""
+    """Close all pools after the test if they hold much: OneFlow frees the memory of a graph when its process ends, not before."""
     yield
-    ranks.close()  # type: ignore[attr-defined]
+    if ranks.memory_bytes() > MOST_MEMORY_BYTES:  # type: ignore[attr-defined]
+        ranks.close()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")
