@@ -26,6 +26,8 @@ __all__ = ["ENTRY", "Chain", "StageGraph", "chain_of"]
 
 #: Name of the layer that stands for the tensor from the previous stage.
 ENTRY = "(entry)"
+#: Stages of a chain whose graphs are kept: those of one configuration are evaluated again and again.
+_MOST_KEPT_STAGES = 64
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,18 @@ class Chain:
         return tuple((min(pair), max(pair)) for pair in pairs)
 
     def stage(self, first: int, stop: int) -> StageGraph:
-        """Make the graph of the stage of units ``first`` to ``stop - 1``."""
+        """Return the graph of the stage of units ``first`` to ``stop - 1``; the latest ones are kept."""
+        if (first, stop) not in self._stages:
+            if len(self._stages) == _MOST_KEPT_STAGES:
+                self._stages.clear()
+            self._stages[first, stop] = self._make_stage(first, stop)
+        return self._stages[first, stop]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], StageGraph]:
+        return {}
+
+    def _make_stage(self, first: int, stop: int) -> StageGraph:
         names = {layer.name for layer in self.layers(first, stop)}
         layers = tuple(_untied(layer, names) for layer in self.layers(first, stop))
         edges = [edge for edge in self.graph.edges if edge[1] in names]
