@@ -58,9 +58,9 @@ class StagePlan:
         return len({(layer.block, layer.block_index) for layer in self.layers(graph) if layer.block})
 
     def places(self, graph: LayerGraph) -> dict[str, Place]:
-        """Return the place of every layer in the stage, by name."""
+        """Return the place of every layer in the stage, by name; a layer that reads the previous stage does not read data."""
         layers = self.layers(graph)
-        edges = [edge for edge in graph.edges if edge[0] in self.strategies and edge[1] in self.strategies]
+        edges = [edge for edge in graph.edges if edge[1] in self.strategies]
         return dict(zip((layer.name for layer in layers), places_of(layers, edges, graph, self.recompute)))
 
 
