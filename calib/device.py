@@ -10,7 +10,9 @@ scalar search.
 
 **With F0 or without.**  Cross-validation decides, as between the formulas of collectives (:mod:`.fit`): all samples of one shape
 are held out in turn and predicted from the other shapes.  Element-wise operations have no F0.  Without them it could not be told
-from the launch, and is not fitted.
+from the launch, and is not fitted.  Of several rates, each keeps its F0 only if the samples determine it: the 95 % interval of the
+bootstrap lies above 0, and not above the FLOPs of the largest product of that rate.  A larger F0 would mean that no product reached
+half of the rate, so that neither of the two was seen.  Otherwise F0 is 0, and the other parameters are fitted again.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class DeviceFit:
 
     Attributes:
         parameters: launch [s], work of each rate [s/FLOP] (:func:`work_term`), F0 / rate of each rate [s] (:func:`product_term`; 0
-            if products are predicted as well without it), memory [s/byte], crowding [1].
+            if products are predicted as well without it, or the samples do not determine it), memory [s/byte], crowding [1].
         rates: the precisions whose products were measured, as clusters give their speed.
         draws: bootstrap values of each parameter, shape (draws,).
         error: median of |predicted - measured| / measured.
@@ -109,24 +111,44 @@ def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
     seconds = np.array([float(location(times)[0]) for times in repetitions])
     rates = _rates(firsts)
     points = _Points(firsts, rates, seconds)
-    # Without F0 its columns are zero, and so are its parameters.
-    candidates = [points.without_products()]
-    if any(first.collective == "elementwise" for first in firsts):
-        candidates.append(points)
-    held_out = [_held_out(candidate) for candidate in candidates]
-    chosen = 0
-    if all(held_out):
-        numbers = [int(candidate.features.any(axis=0).sum()) for candidate in candidates]
-        chosen = simplest(numbers, [[one.error for one in products] for products in held_out])
-    features, crowd = candidates[chosen].features, points.crowd
-    parameters = _fit(features, crowd, seconds, np.ones(len(firsts)), (0.0, _MAX_CROWDING))
+    half_speeds = rates if _is_better_with_half_speeds(points) else ()
+    while True:
+        fit = _bootstrapped(points.limited_to(half_speeds), repetitions, seed)
+        determined = tuple(rate for rate in half_speeds if _is_determined(fit, rate, points.largest_flops(rate)))
+        if determined == half_speeds:
+            return fit
+        half_speeds = determined
+
+
+def _is_better_with_half_speeds(points: _Points) -> bool:
+    """Whether held-out products are predicted better if every rate has an F0 (see the module's docstring)."""
+    if all(first.collective == "matmul" for first in points.firsts):
+        return False
+    candidates = [points.limited_to(()), points]
+    errors = [[one.error for one in _held_out(candidate)] for candidate in candidates]
+    if not all(errors):
+        return False
+    return bool(simplest([int(one.features.any(axis=0).sum()) for one in candidates], errors))
+
+
+def _is_determined(fit: DeviceFit, rate: str, largest_flops: float) -> bool:
+    """Whether F0 of a rate, and its 95 % interval, lie above 0 and not above the FLOPs of the largest product."""
+    value, draws = half_speed_of(fit, rate)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return bool(0 < min(low, value) and max(high, value) <= largest_flops)
+
+
+def _bootstrapped(points: _Points, repetitions: Sequence[np.ndarray], seed: int) -> DeviceFit:
+    """Fit the parameters that the points have, and draw them from the repetitions of each point."""
+    features, crowd, seconds, rates = points.features, points.crowd, points.seconds, points.rates
+    parameters = _fit(features, crowd, seconds, np.ones(len(seconds)), (0.0, _MAX_CROWDING))
     # Draws search crowding near that of the fit, since the scalar search finds only local minima.
     around = (0.5 * parameters[-1], 1.5 * parameters[-1] + 0.1)
     rng = np.random.default_rng(seed)
     draws = []
     for _ in range(DRAWS):
         drawn = np.array([float(location(rng.choice(times, size=len(times)))[0]) for times in repetitions])
-        draws.append(_fit(features, crowd, drawn, rng.exponential(size=len(firsts)), around))
+        draws.append(_fit(features, crowd, drawn, rng.exponential(size=len(seconds)), around))
     predicted = _predicted(features, crowd, parameters)
     names = ("launch", *map(work_term, rates), *map(product_term, rates), "memory", "crowding")
     return DeviceFit(
@@ -134,8 +156,8 @@ def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
         rates,
         {name: np.array([draw[i] for draw in draws]) for i, name in enumerate(names)},
         float(np.median(np.abs(predicted / seconds - 1))),
-        len(firsts),
-        held_out[chosen],
+        len(seconds),
+        _held_out(points),
     )
 
 
@@ -160,11 +182,17 @@ class _Points:
             [np.ones(len(firsts)), flops.T, (flops > 0).T.astype(float), [float(first.bytes) for first in firsts]]
         )
 
-    def without_products(self) -> _Points:
-        """The same points, without the numbers of products."""
+    def limited_to(self, half_speeds: Sequence[str]) -> _Points:
+        """The same points, without the numbers of products of other rates: zero columns have zero parameters."""
         points = _Points(self.firsts, self.rates, self.seconds)
-        points.features[:, 1 + len(self.rates) : -1] = 0.0
+        for number, rate in enumerate(self.rates):
+            if rate not in half_speeds:
+                points.features[:, 1 + len(self.rates) + number] = 0.0
         return points
+
+    def largest_flops(self, rate: str) -> float:
+        """The FLOPs of the largest product of a rate."""
+        return float(self.features[:, 1 + self.rates.index(rate)].max())
 
 
 def _held_out(points: _Points) -> tuple[HeldOutProduct, ...]:
