@@ -135,7 +135,7 @@ def _is_determined(fit: DeviceFit, rate: str, largest_flops: float) -> bool:
     """Whether F0 of a rate, and its 95 % interval, lie above 0 and not above the FLOPs of the largest product."""
     value, draws = half_speed_of(fit, rate)
     low, high = np.quantile(draws, [0.025, 0.975])
-    return bool(0 < min(low, value) and max(high, value) <= largest_flops)
+    return bool(min(low, value) > 0 and max(high, value) <= largest_flops)
 
 
 def _bootstrapped(points: _Points, repetitions: Sequence[np.ndarray], seed: int) -> DeviceFit:
@@ -174,7 +174,7 @@ class _Points:
         crowd: the excess of ranks over cores, shape (points,).
     """
 
-    def __init__(self, firsts: Sequence[Sample], rates: Sequence[str], seconds: np.ndarray):
+    def __init__(self, firsts: Sequence[Sample], rates: tuple[str, ...], seconds: np.ndarray):
         self.firsts, self.rates, self.seconds = firsts, rates, seconds
         self.crowd = np.array([excess(first.ranks_per_node, first.cores or None) for first in firsts])
         flops = np.array([[_flops(first) if _rate(first) == rate else 0.0 for first in firsts] for rate in rates])

@@ -16,10 +16,12 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
+from autoddl.calib.devices import shapes_on
 from autoddl.calib.hosts import Hosts
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.calib.settings import TimedSetting, settings_of
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.launcher import RankPool
@@ -95,6 +97,8 @@ def test_calibrate_then_plan(lent_ranks, tmp_path, capsys):
     assert main([*small, "--repetitions", "1"]) == 0
     said = capsys.readouterr().out
     assert "Formulas tried, intra-node" in said and "Local work" in said
+    products = said.split("Held-out products")[1]
+    assert all(" x ".join(map(str, shape)) in products for shape in shapes_on(CPU))
     first = read_samples(samples)
     assert {s.collective for s in first} == {
         "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point", "matmul", "elementwise",

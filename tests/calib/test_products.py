@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autoddl
 from autoddl.calib.clusterfile import calibrated_document, fit_samples
 from autoddl.calib.device import fit_device, half_speed_of
 from autoddl.calib.devices import elementwise_on, shapes_on
@@ -24,9 +27,15 @@ LAUNCH_S, MEMORY, ITEM = 5e-6, 1.5e12, 2
 
 
 def measured(
-    rate: float, half_speed: float, noise: float = 0.0, repetitions: int = 5, disturbed: float = 0.0, seed: int = 0
+    rate: float,
+    half_speed: float,
+    noise: float = 0.0,
+    repetitions: int = 5,
+    disturbed: float = 0.0,
+    seed: int = 0,
+    shapes: Sequence[tuple[int, int, int]] = shapes_on(GPU),
 ) -> list[Sample]:
-    """Products of the shapes of a calibration on GPUs, and element-wise operations, by the formula.
+    """Products, by default of the shapes of a calibration on GPUs, and element-wise operations, by the formula.
 
     Args:
         rate: FLOP/s.
@@ -35,9 +44,10 @@ def measured(
         repetitions: of each operation.
         disturbed: part of the repetitions that take five times as long.
         seed: of the noise.
+        shapes: (m, k, n) of the products.
     """
     rng, found = np.random.default_rng(seed), []
-    for m, k, n in shapes_on(GPU):
+    for m, k, n in shapes:
         nbytes = ITEM * (m * k + k * n + m * n)
         seconds = LAUNCH_S + (2 * m * k * n + half_speed) / rate + nbytes / MEMORY
         found.append(("matmul", nbytes, seconds, f"{m}x{k}x{n}"))
@@ -86,6 +96,16 @@ def test_what_is_not_seen_is_not_fitted() -> None:
     assert few is not None and not few.held_out and half_speed_of(few, "mixed")[0] == 0.0
 
 
+TINY = ((8, 8, 8), (8, 16, 8), (16, 8, 8), (16, 16, 8), (4, 8, 8), (4, 4, 8))
+
+
+def test_tiny_products_have_none() -> None:
+    """Products of at most 4096 FLOPs do not show a rate of 200 TFLOP/s, nor at how many FLOPs half of it is reached."""
+    fit = fit_device(measured(200e12, 2e9, noise=0.05, shapes=TINY))
+    assert fit is not None and half_speed_of(fit, "mixed")[0] == 0.0
+    assert fit.parameters["work mixed"] > 0  # the rate is finite
+
+
 def test_the_cluster_file_has_it_and_prices_use_it() -> None:
     """2 GFLOP at 200 TFLOP/s: a product of 512^3 takes 5 us of launch + (0.27 + 2) / 200000 s + 1 us of memory."""
     samples = [*samples_of(ring(5e-6, 1e-11), noise=0.0, repetitions=1, jobs=(2, 4, 8)), *measured(200e12, 2e9)]
@@ -100,8 +120,16 @@ def test_the_cluster_file_has_it_and_prices_use_it() -> None:
     by_hand = LAUNCH_S + (2 * 512**3 + 2e9) / 200e12 + ITEM * 3 * 512**2 / MEMORY
     assert cluster.matmul_time(512, 512, 512, "mixed", ITEM) == pytest.approx(by_hand, rel=1e-3)
     # Files of earlier versions have none.
-    del document["device"]["half_speed"]
-    assert from_document(document, "ours").device.half_speed == {}
+    earlier = deepcopy(document)
+    del earlier["device"]["half_speed"]
+    without = from_document(earlier, "ours")
+    assert without.device.half_speed == {}
+    # A step of a perceptron of two layers has 2 + 3 products, since the input needs no gradient.  Each takes 2 GFLOP longer.
+    step_s, shorter_s = (
+        autoddl.price("mlp:512,512,512", cluster=own, nodes=1, devices_per_node=1, batch=512, micro_batch=512).step_s
+        for own in (cluster, without)
+    )
+    assert step_s - shorter_s == pytest.approx(5 * 2e9 / 200e12, rel=1e-3)
     text = str(fit_text(fit))
     assert "half of it at" in text and "2 GFLOP [2 GFLOP, 2 GFLOP]" in text and "Held-out products" in text
     assert "256 x 512 x 512" in text and "each shape predicted from the others" in text
@@ -113,3 +141,15 @@ def test_every_precision_has_its_own() -> None:
     assert fit is not None and fit.rates == ("float32", "mixed")
     found = {rate: half_speed_of(fit, rate)[0] for rate in fit.rates}
     assert found == {"float32": pytest.approx(1e8, rel=0.02), "mixed": pytest.approx(2e9, rel=0.02)}
+
+
+def test_a_precision_may_have_none() -> None:
+    """With this noise, a fit of F0 in both precisions finds 2 MFLOP where there is none."""
+    single = measured(15e12, 0.0, noise=0.03, repetitions=15, seed=2)
+    both = [
+        *measured(200e12, 2e9, noise=0.03, repetitions=15, seed=102),
+        *(replace(one, precision="float32") for one in single),
+    ]
+    fit = fit_device(both)
+    assert fit is not None
+    assert half_speed_of(fit, "mixed")[0] == pytest.approx(2e9, rel=0.15) and half_speed_of(fit, "float32")[0] == 0.0
