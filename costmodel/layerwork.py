@@ -125,12 +125,17 @@ def layer_work(
 
 def repeats_redistributions(workload: Workload, place: Place) -> bool:
     """Return whether the backward pass of a layer repeats the redistributions of its inputs: its whole block is recomputed."""
-    return word_of(workload.recompute) == "blocks" and is_in_recomputed_block(place)
+    return is_in_recomputed_block(place, workload.recompute)
 
 
-def is_in_recomputed_block(place: Place) -> bool:
-    """Return whether recomputation of blocks runs a layer at this place again."""
-    return place.is_recomputed and place.repetitions > 0
+def is_in_recomputed_block(place: Place, recompute: str) -> bool:
+    """Return whether the backward pass runs the block of a layer again as a whole.
+
+    Args:
+        place: The place of the layer in its graph, for this way of recomputation.
+        recompute: A way of recomputation.
+    """
+    return word_of(recompute) == "blocks" and place.is_recomputed and place.repetitions > 0
 
 
 def is_recomputed_alone(kind: LayerKind, place: Place, recompute: str) -> bool:

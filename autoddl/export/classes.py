@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.layerwork import is_in_recomputed_block
-from autoddl.costmodel.recomputation import word_of
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from .layertext import TextPlace, layer_text
@@ -105,9 +104,8 @@ def check_recomputation(scene: Scene, sections: Sequence[_Section]) -> None:
 def _is_recomputed(scene: Scene, section: _Section) -> bool:
     """Return whether the backward pass runs the block of a section again as a whole."""
     recompute = scene.workload.recompute
-    return word_of(recompute) == "blocks" and any(
-        is_in_recomputed_block(scene.graph.place(layer.name, recompute)) for layer in section.layers
-    )
+    places = (scene.graph.place(layer.name, recompute) for layer in section.layers)
+    return any(is_in_recomputed_block(place, recompute) for place in places)
 
 
 def _can_be_class(graph: LayerGraph, run: _Section) -> bool:

@@ -21,7 +21,6 @@ from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
 from autoddl.costmodel.pricing import edge_shape
-from autoddl.costmodel.recomputation import word_of
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
 
@@ -193,7 +192,7 @@ class Stage:
         return self._run_section(section, inputs, weights, batch)
 
     def _is_in_recomputed_block(self, layer: Layer) -> bool:
-        return word_of(self._recompute) == "blocks" and is_in_recomputed_block(self._places[layer.name])
+        return is_in_recomputed_block(self._places[layer.name], self._recompute)
 
     def _run_section(
         self, section: _Section, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch
