@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from functools import cache
 
 from .errors import UserError, quote
@@ -34,6 +35,7 @@ __all__ = [
     "contains",
     "counts_of",
     "first_blocks",
+    "least_fitting",
     "num_recomputed_blocks",
     "repeats_no_more",
     "text_of",
@@ -104,6 +106,22 @@ def check_recomputation(way: str, words: tuple[str, ...] = RECOMPUTATIONS) -> No
         hint = did_you_mean(way, words)
         fault = f"recompute {quote(way)} is not one of {', '.join(words)}, or blocks:K with a whole number K from 1"
         raise UserError(f"{fault}; {hint}" if hint else fault)
+
+
+def least_fitting(counts: range, fits: Callable[[int], bool]) -> int:
+    """Return the least number of recomputed blocks of a range with which a plan fits; the greatest does.
+
+    Args:
+        counts: The numbers, within which memory does not increase.
+        fits: Whether the plan fits with a number; called for about log2(numbers) of them.
+
+    >>> least_fitting(range(1, 8), lambda count: count >= 5)
+    5
+    """
+    while len(counts) > 1:
+        half = (len(counts) - 1) // 2
+        counts = counts[: half + 1] if fits(counts[half]) else counts[half + 1 :]
+    return counts[0]
 
 
 def contains(ways: str, others: str) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.problem import Problem
+from autoddl.costmodel.recomputation import least_fitting
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
@@ -18,7 +19,7 @@ from autoddl.costmodel.workload import Workload
 
 from .baselines import BASELINES, Baseline, baselines
 from .options import Options, partial_recomputations
-from .pricebooks import PriceBooks, least_fitting
+from .pricebooks import PriceBooks
 
 __all__ = ["BaselineFigures", "baseline_figures"]
 

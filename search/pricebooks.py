@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoddl.costmodel.cluster import Cluster
@@ -20,7 +20,7 @@ from autoddl.costmodel.workload import Workload
 from . import separable_memory, smallest_memory
 from .options import Options, base_workload, micro_batches, recomputations
 
-__all__ = ["PriceBooks", "least_fitting", "smallest_limit"]
+__all__ = ["PriceBooks", "smallest_limit"]
 
 
 class PriceBooks:
@@ -93,14 +93,6 @@ class PriceBooks:
         workload = replace(problem.workload, micro_batch=problem.workload.batch, recompute=first_blocks(count))
         book = self.book(workload, untied=False)
         return book.problem(workload.batch, problem.workload.micro_batch, problem.objective)
-
-
-def least_fitting(counts: range, fits: Callable[[int], bool]) -> int:
-    """The least number of a range with which a plan fits, if all greater ones fit as well, and the greatest does."""
-    while len(counts) > 1:
-        half = (len(counts) - 1) // 2
-        counts = counts[: half + 1] if fits(counts[half]) else counts[half + 1 :]
-    return counts[0]
 
 
 def smallest_limit(problems: Sequence[Problem], stop: Stop) -> float:

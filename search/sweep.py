@@ -43,7 +43,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import why_not_executable
 from autoddl.costmodel.problem import Problem
-from autoddl.costmodel.recomputation import contains, first_blocks, repeats_no_more, text_of, without
+from autoddl.costmodel.recomputation import contains, first_blocks, least_fitting, repeats_no_more, text_of, without
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_memory_limit
@@ -58,7 +58,7 @@ from .options import (
     is_tried,
     partial_recomputations,
 )
-from .pricebooks import PriceBooks, least_fitting, smallest_limit
+from .pricebooks import PriceBooks, smallest_limit
 
 __all__ = [
     "NOT_BETTER",

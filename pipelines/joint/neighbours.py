@@ -27,11 +27,10 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.recomputation import RECOMPUTATIONS, first_blocks
+from autoddl.costmodel.recomputation import RECOMPUTATIONS, first_blocks, least_fitting
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, Workload
 from autoddl.search.baselines import megatron
-from autoddl.search.pricebooks import least_fitting
 
 from .evaluation import Evaluation, evaluate
 from .job import PlanningJob
