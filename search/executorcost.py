@@ -6,7 +6,7 @@ of the executor, so it only looks for better ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.graph_meshes import EAGER
@@ -14,10 +14,10 @@ from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.units import format_memory_limit, format_percent, format_seconds
 
-from .comparison import BaselineFigures
 from .options import Options
+from .overlapped import Found
 from .pricebooks import PriceBooks, smallest_limit
-from .sweep import SAME, BestPlan, InfeasibleError, Sweep
+from .sweep import SAME, BestPlan, InfeasibleError
 
 __all__ = ["AllStrategies", "best_of_all_strategies", "executor_note", "executor_note_start", "infeasible_for_executor"]
 
@@ -41,15 +41,13 @@ class AllStrategies:
 
 
 def best_of_all_strategies(
-    books: PriceBooks, options: Options, limit: float, figures: Sequence[BaselineFigures], known: BestPlan, stop: Stop
+    find: Callable[..., Found], options: Options, known: BestPlan, stop: Stop
 ) -> AllStrategies | None:
     """Search all strategies for a better plan than the one for the executor of the options.
 
     Args:
-        books: the price books of the model on the cluster.
+        find: the search, by the options and the argument ``known``.
         options: the options of the search for the executor.
-        limit: memory per device [bytes].
-        figures: figures of the baselines.
         known: the plan for the executor.
         stop: ends the search early.
 
@@ -59,9 +57,9 @@ def best_of_all_strategies(
     if stop.is_requested:
         return None
     everything = replace(options, executor=EAGER, method="exact", temperature_s=None, evaluations=None)
-    sweep = Sweep(books, everything, limit, figures, stop, known)
-    best = sweep.run()
-    return AllStrategies(best.result.cost, min(sweep.lower_bound, best.result.cost))
+    found = find(everything, known=known)
+    cost = min(found.best.result.cost, known.result.cost)
+    return AllStrategies(cost, min(found.lower_bound, cost))
 
 
 def executor_note(options: Options, cost: float, optimal: bool, everything: AllStrategies | None) -> str:

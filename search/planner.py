@@ -182,8 +182,9 @@ def make_plan(
     if with_baselines and not figures:
         figures = tuple(baseline_figures(books, options, limit, stop))
     is_restricted = options.executor != EAGER
+    find = _Search(books, limit, figures, stop)
     try:
-        found = _found(books, options, limit, figures, stop, start)
+        found = find(options, start=start)
     except InfeasibleError as error:
         if not is_restricted:
             raise
@@ -206,7 +207,7 @@ def make_plan(
     )
     assessment = verify(graph, cluster, best.problem.workload, claim, single_changes=False)
     cost, is_compared = assessment.cost(options.objective), is_restricted and not known
-    everything = best_of_all_strategies(books, options, limit, figures, best, stop) if is_compared else None
+    everything = best_of_all_strategies(find, options, best, stop) if is_compared else None
     return Planned(
         graph=graph,
         cluster=cluster,
@@ -231,82 +232,82 @@ def make_plan(
     )
 
 
-def _found(
-    books: PriceBooks,
-    options: Options,
-    limit: float,
-    figures: Sequence[BaselineFigures],
-    stop: Stop,
-    start: StartPlan | None,
-) -> Found:
-    """Sweep over all settings, several times if all-reduces overlap the backward pass (:mod:`.overlapped`).
+@dataclass(frozen=True)
+class _Search:
+    """Searches of one model on one cluster, called with different options.
 
-    Raises:
-        StopRequestedError, InfeasibleError, UserError: as :func:`_best_of_families`.
+    Attributes:
+        books: the price books.
+        limit: memory per device [bytes].
+        figures: figures of the baselines.
+        stop: ends the searches early.
     """
 
-    def sweep(books: PriceBooks) -> Found:
-        return _best_of_families(books, options, limit, figures, stop, start)
+    books: PriceBooks
+    limit: float
+    figures: Sequence[BaselineFigures]
+    stop: Stop
 
-    if options.overlap == "none":
-        return sweep(books)
-    return best_overlapped(books.graph, books.cluster, options, sweep)
+    def __call__(self, options: Options, known: BestPlan | None = None, start: StartPlan | None = None) -> Found:
+        """Sweep over all settings, several times if all-reduces overlap the backward pass (:mod:`.overlapped`).
 
+        Args:
+            options: what to search.
+            known, start: plans in the space, as for :class:`.sweep.Sweep`.
 
-def _best_of_families(
-    books: PriceBooks,
-    options: Options,
-    limit: float,
-    figures: Sequence[BaselineFigures],
-    stop: Stop,
-    start: StartPlan | None,
-) -> Found:
-    """Sweep every family of meshes of the executor; an eager one has a single family.
+        Raises:
+            StopRequestedError: the stop was requested before any plan was known.
+            InfeasibleError: nothing fits the memory limit.
+            UserError: a layer has no strategy in any family.
+        """
 
-    Returns:
-        The best plan, with a lower bound on all plans of all families.
+        def sweep(books: PriceBooks) -> Found:
+            return self._over_families(books, options, known, start)
 
-    Raises:
-        StopRequestedError: the stop was requested before any plan was known.
-        InfeasibleError: nothing fits the memory limit.
-        UserError: a layer has no strategy in any family.
-    """
-    families = families_of(options.executor, books.cluster.num_devices)
-    sweeps, found, faults = list[Sweep](), list[BestPlan](), list[UserError]()
-    for executor in families:
-        if stop.is_requested and found:
-            break
-        sweep = Sweep(books, replace(options, executor=executor), limit, figures, stop, start=start)
-        try:
-            found.append(sweep.run())
-            sweeps.append(sweep)
-        except UserError as fault:
-            faults.append(fault)
-        except StopRequestedError:
-            if not found:
-                raise
-            break
-    if not found:
-        infeasible = [fault for fault in faults if isinstance(fault, InfeasibleError)]
-        raise min(infeasible, key=lambda fault: fault.least_bytes) if infeasible else faults[0]
-    is_whole = len(found) + len(faults) == len(families)
-    lower = min(sweep.lower_bound for sweep in sweeps) if is_whole else 0.0
-    best = min(found, key=lambda one: one.result.cost)
-    if len(families) > 1:
-        workload = best.problem.workload
-        size = sum(books.space_size(workload, options.untied, executor) for executor in families)
-        best = replace(best, result=replace(best.result, space_size=size))
-    known = [sweep.plan_of_baseline() for sweep in sweeps] if options.overlap != "none" else []
-    return Found(
-        best=best,
-        others=tuple(plan for plan in known if plan is not None),
-        lower_bound=lower,
-        candidates=_joined_candidates(sweeps),
-        # With several families of meshes, it is in the space if it is in one of them.
-        start_fault=min((sweep.start_fault for sweep in sweeps), key=bool),
-        evaluations=sum(sweep.evaluations for sweep in sweeps),
-        search_s=sum(sweep.search_s for sweep in sweeps),
-    )
+        if options.overlap == "none":
+            return sweep(self.books)
+        return best_overlapped(self.books.graph, self.books.cluster, options, sweep)
+
+    def _over_families(
+        self, books: PriceBooks, options: Options, known: BestPlan | None, start: StartPlan | None
+    ) -> Found:
+        """Sweep every family of meshes of the executor; an eager one has a single family."""
+        families = families_of(options.executor, books.cluster.num_devices)
+        sweeps, found, faults = list[Sweep](), list[BestPlan](), list[UserError]()
+        for executor in families:
+            if self.stop.is_requested and found:
+                break
+            sweep = Sweep(books, replace(options, executor=executor), self.limit, self.figures, self.stop, known, start)
+            try:
+                found.append(sweep.run())
+                sweeps.append(sweep)
+            except UserError as fault:
+                faults.append(fault)
+            except StopRequestedError:
+                if not found:
+                    raise
+                break
+        if not found:
+            infeasible = [fault for fault in faults if isinstance(fault, InfeasibleError)]
+            raise min(infeasible, key=lambda fault: fault.least_bytes) if infeasible else faults[0]
+        is_whole = len(found) + len(faults) == len(families)
+        lower = min(sweep.lower_bound for sweep in sweeps) if is_whole else 0.0
+        best = min(found, key=lambda one: one.result.cost)
+        if len(families) > 1:
+            workload = best.problem.workload
+            size = sum(books.space_size(workload, options.untied, executor) for executor in families)
+            best = replace(best, result=replace(best.result, space_size=size))
+        others = [sweep.plan_of_baseline() for sweep in sweeps] if options.overlap != "none" else []
+        return Found(
+            best=best,
+            others=tuple(plan for plan in others if plan is not None),
+            lower_bound=lower,
+            candidates=_joined_candidates(sweeps),
+            # With several families of meshes, it is in the space if it is in one of them.
+            start_fault=min((sweep.start_fault for sweep in sweeps), key=bool),
+            evaluations=sum(sweep.evaluations for sweep in sweeps),
+            search_s=sum(sweep.search_s for sweep in sweeps),
+        )
 
 
 def _joined_candidates(sweeps: Sequence[Sweep]) -> tuple[Candidate, ...]:

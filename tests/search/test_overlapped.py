@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -69,6 +70,17 @@ def test_the_plan_is_the_best_of_all_or_tells_its_gap(bandwidth: float, batch: i
     assert result.cost == pytest.approx(planned.cost, rel=1e-12)
     save_plan(tmp_path / "plan.json", plan_document(result))
     assert load_plan(tmp_path / "plan.json").evaluation.step_s == pytest.approx(planned.cost, rel=1e-12)
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 1e10, 1e12])
+def test_what_an_executor_costs_is_counted_with_overlap(bandwidth: float) -> None:
+    """The best plan of all strategies is that of a search without the executor, and so is its bound."""
+    machine, options = cluster(bandwidth), Options(batch=64, precision="mixed", overlap="gradients", recompute="none")
+    restricted = make_plan(GRAPH, machine, replace(options, executor="graph"))
+    everything = make_plan(GRAPH, machine, options)
+    found = restricted.all_strategies
+    assert found is not None and found.cost == pytest.approx(min(everything.cost, restricted.cost), rel=1e-9)
+    assert found.lower_bound <= everything.cost * (1 + 1e-9)
 
 
 def test_most_plans_are_proven() -> None:
