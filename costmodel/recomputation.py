@@ -157,13 +157,13 @@ def text_of(counts: range) -> str:
 
 
 def counts_of(ways: str) -> range | None:
-    """Return the numbers K of ``blocks:K`` or ``blocks:k-k'``; None for other texts.
+    """Return the numbers K of ``blocks:K`` or ``blocks:k-k'``; None for other texts, and if there are none.
 
-    >>> counts_of("blocks:2-5"), counts_of("blocks:2"), counts_of("blocks")
-    (range(2, 6), range(2, 3), None)
+    >>> counts_of("blocks:2-5"), counts_of("blocks:2"), counts_of("blocks"), counts_of("blocks:5-2")
+    (range(2, 6), range(2, 3), None, None)
     """
     match = _RANGE.fullmatch(ways)
-    return range(int(match[1]), int(match[2] or match[1]) + 1) if match else None
+    return (range(int(match[1]), int(match[2] or match[1]) + 1) or None) if match else None
 
 
 def repeats_no_more(one: str, other: str) -> bool:

@@ -101,6 +101,13 @@ def test_the_best_plan_recomputes_some_of_its_blocks(tmp_path):
     assert load_plan(tmp_path / "plan.json").workload == planned.workload
     counts = [counts_of(one.recompute) or () for one in planned.candidates]
     assert sorted(count for several in counts for count in several) == [1, 2, 3, 4, 5]
+    # No numbers at all are no candidate.
+    document = plan_document(unpipelined(planned))
+    entry = next(one for one in document["candidates"] if counts_of(one["recompute"]))
+    entry["recompute"] = "blocks:5-2"
+    save_plan(tmp_path / "edited.json", document)
+    with pytest.raises(UserError, match="occurs twice or is not one of the options'"):
+        load_plan(tmp_path / "edited.json")
 
 
 def least_of(candidate: Candidate, truth: dict[tuple[int, str], float]) -> float:
