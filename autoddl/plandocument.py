@@ -155,8 +155,7 @@ def _layer_fields(layer: LayerAssessment) -> dict[str, Any]:
     return {
         "name": layer.layer.name,
         "kind": layer.layer.kind,
-        "strategy": [list(split) for split in layer.strategy.splits],
-        **({"summa": True} if layer.strategy.summa else {}),
+        **layer.strategy.document(),
         "sbp": {name: layout and str(layout) for name, layout in layer.strategy.sbp(layer.layer).items()},
         "communication_s": layer.communication_s,
         "compute_s": layer.compute_s,

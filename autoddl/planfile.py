@@ -38,7 +38,7 @@ from .plandocument import (
     plan_document,
     unclaimed_document,
 )
-from .stagedocument import read_configuration, read_splits
+from .stagedocument import read_configuration, read_strategy
 
 __all__ = [
     "PlanFile",
@@ -256,8 +256,7 @@ def _strategies(fields: Fields, graph: LayerGraph, where: str) -> dict[str, Stra
     strategies = {}
     layers = fields.objects("layers")
     for layer in layers:
-        summa = "summa" in layer and layer.boolean("summa")
-        strategies[layer.text("name")] = Strategy(read_splits(layer, "strategy"), summa)
+        strategies[layer.text("name")] = read_strategy(layer)
     known = [layer.name for layer in graph.layers]
     missing = [name for name in known if name not in strategies]
     if missing:

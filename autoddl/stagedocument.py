@@ -44,7 +44,7 @@ from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
 from autoddl.pipelines.joint.meshes import Division, Meshes, StageMesh
 from autoddl.pipelines.joint.partition import ENTRY, Chain
 
-__all__ = ["read_configuration", "read_splits", "stage_facts"]
+__all__ = ["read_configuration", "read_strategy", "stage_facts"]
 
 #: The attributes of an `Evaluation` that the member ``timeline`` holds.
 _TIMELINE = (
@@ -202,6 +202,15 @@ def _schedule(fields: Fields, num_micro_batches: int) -> PipelineSchedule:
     if spec.num_stages == 1 and (name, spec.options) != ("1f1b", ()):
         raise UserError(f"{fields.where}: name is {spec.label!r}, of one stage it should be '1f1b'")
     return spec
+
+
+def read_strategy(entry: Fields) -> Strategy:
+    """Read a strategy, the inverse of :meth:`.Strategy.document`; other members of ``entry`` are left to the caller.
+
+    >>> print(read_strategy(Fields({"strategy": [[2, 1, 2]], "summa": True}, "plan.json")))
+    (2,1,2) summa
+    """
+    return Strategy(read_splits(entry, "strategy"), summa="summa" in entry and entry.boolean("summa"))
 
 
 def read_splits(entry: Fields, name: str) -> tuple[tuple[int, int, int], ...]:

@@ -23,8 +23,8 @@ nothing is replicated.  The mesh (r, c) is written as (r, c, 1) with ``summa`` s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
 from math import prod
@@ -60,6 +60,9 @@ class Strategy:
         splits: (p0, p1, p2) for each network level, outermost first.
         summa: whether the product is a Summa product on the mesh (p0, p1).
 
+    All attributes but ``splits`` are *choices*: :attr:`choices` gives them, tables print them, and plan documents contain those
+    that differ from their default.
+
     >>> strategy = Strategy(((2, 1, 1), (1, 4, 2)))
     >>> print(strategy, strategy.num_devices, strategy.activations)
     (2,1,1) | (1,4,2) 16 (S0:2@8 | S1:2@1, S1:2@2, S1:2@4)
@@ -69,7 +72,29 @@ class Strategy:
     summa: bool = False
 
     def __str__(self) -> str:
-        return " | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits) + (" summa" if self.summa else "")
+        return " ".join((" | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits), *self.words))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is printed of the choices, a word each; nothing of those that are the default."""
+        return ("summa",) if self.summa else ()
+
+    @cached_property
+    def choices(self) -> Strategy:
+        """The strategy without its splits."""
+        return replace(self, splits=())
+
+    def document(self) -> dict[str, Any]:
+        """The members that describe the strategy in JSON documents: ``strategy`` with the splits, and the other choices.
+
+        >>> Strategy(((2, 1, 2),), summa=True).document()
+        {'strategy': [[2, 1, 2]], 'summa': True}
+        """
+        chosen = {name: getattr(self, name) for name in _CHOICES}
+        return {
+            "strategy": [list(split) for split in self.splits],
+            **{name: value for name, value in chosen.items() if value != _CHOICES[name]},
+        }
 
     @property
     def p0(self) -> int:
@@ -144,6 +169,10 @@ class Strategy:
         return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
 
 
+#: The attributes of a strategy besides its splits, with their defaults.
+_CHOICES: Mapping[str, Any] = {field.name: field.default for field in fields(Strategy) if field.name != "splits"}
+
+
 @dataclass(frozen=True, eq=False)
 class StrategyGroup:
     """Strategies that run the same steps along axes of different sizes.
@@ -153,14 +182,19 @@ class StrategyGroup:
     Attributes:
         indices: indices of the strategies in the sequence that was grouped, shape (strategies,).
         splits: (p0, p1, p2) per strategy and level, shape (strategies, levels, 3).
-        summa: whether all of them are Summa meshes, or none.
+        choices: the attributes of all of them but the splits (:attr:`Strategy.choices`).
         same_size: for each network level, whether all strategies have the same splits on it.
     """
 
     indices: np.ndarray
     splits: np.ndarray
-    summa: bool
+    choices: Strategy
     same_size: tuple[bool, ...]
+
+    @property
+    def summa(self) -> bool:
+        """As of one :class:`Strategy`."""
+        return self.choices.summa
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -205,14 +239,13 @@ def group_strategies(strategies: Sequence[Strategy], same_size: tuple[bool, ...]
             depends on the size of the axis.  On other levels only the places of axes longer than 1 must be equal.
     """
     splits = np.array([strategy.splits for strategy in strategies])
-    summa = np.array([strategy.summa for strategy in strategies])
     pattern = np.where(np.array(same_size)[None, :, None], splits, splits > 1).reshape(len(strategies), -1)
-    groups: dict[bytes, list[int]] = {}
-    for index, row in enumerate(np.column_stack((pattern, summa))):
-        groups.setdefault(row.tobytes(), []).append(index)
-    for members in groups.values():
+    groups: dict[tuple[bytes, Strategy], list[int]] = {}
+    for index, row in enumerate(pattern):
+        groups.setdefault((row.tobytes(), strategies[index].choices), []).append(index)
+    for (_, choices), members in groups.items():
         indices = np.array(members)
-        yield StrategyGroup(indices, splits[indices], bool(summa[indices[0]]), same_size)
+        yield StrategyGroup(indices, splits[indices], choices, same_size)
 
 
 @cache
@@ -235,7 +268,7 @@ def transposed(strategy: Strategy) -> Strategy:
     >>> print(transposed(Strategy(((2, 4, 1),))))
     (2,1,4)
     """
-    return Strategy(tuple((p0, p2, p1) for p0, p1, p2 in strategy.splits))
+    return replace(strategy, splits=tuple((p0, p2, p1) for p0, p1, p2 in strategy.splits))
 
 
 def data_parallel(level_sizes: Sequence[int]) -> Strategy:
