@@ -538,7 +538,13 @@ def _books_of_families(plan: PlanFile, options: Options) -> dict[str, PriceBook]
     for executor in families_of(options.executor, plan.cluster.num_devices):
         with contextlib.suppress(UserError):
             books[executor] = PriceBook(
-                plan.graph, plan.cluster, plan.workload, options.untied, options.summa, executor=executor
+                plan.graph,
+                plan.cluster,
+                plan.workload,
+                options.untied,
+                options.summa,
+                executor=executor,
+                choices=options.choices,
             )
     return books
 

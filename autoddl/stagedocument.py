@@ -210,7 +210,12 @@ def read_strategy(entry: Fields) -> Strategy:
     >>> print(read_strategy(Fields({"strategy": [[2, 1, 2]], "summa": True}, "plan.json")))
     (2,1,2) summa
     """
-    return Strategy(read_splits(entry, "strategy"), summa="summa" in entry and entry.boolean("summa"))
+    splits = read_splits(entry, "strategy")
+    words = {name: entry.boolean(name) for name in ("summa", "hybrid", "regathers") if name in entry}
+    zero = entry.integer("zero", 0) if "zero" in entry else 0
+    if zero > 3:
+        raise UserError(f"{entry.where}: zero is {zero}, should be 0 to 3")
+    return Strategy(splits, zero=zero, **words)
 
 
 def read_splits(entry: Fields, name: str) -> tuple[tuple[int, int, int], ...]:

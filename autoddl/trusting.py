@@ -95,7 +95,9 @@ def _best_for_draws(result: PlanResult, stop: Stop) -> Iterator[Mapping[str, Str
         if stop.is_requested:
             return
         cluster = drawn_cluster(result.cluster, draw)
-        book = PriceBook(result.graph, cluster, workload, options.untied, options.summa, executor=executor)
+        book = PriceBook(
+            result.graph, cluster, workload, options.untied, options.summa, executor=executor, choices=options.choices
+        )
         problem = book.problem(workload.batch, workload.micro_batch, options.objective)
         best = solve(problem.table, memory_limit=result.memory_limit_bytes, time_limit=MAX_SEARCH_S, stop=stop)
         if best.choice is None or not math.isfinite(best.cost):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -230,9 +230,11 @@ def places_of(
     by_name = {layer.name: layer for layer in layers}
     fed = {target for _, target in edges}
     feeding_loss = {source for source, target in edges if kind_of(by_name[target].kind).is_loss}
+    largest_zero = _largest_zeros((layers if whole is None else whole.layers), by_name)
     begun: set[tuple[str, int]] = set()
     places = []
     for layer in layers:
+        zero = largest_zero.get(layer.name, 3)
         key = (layer.block, layer.block_index)
         if whole is not None and layer.name in whole:
             is_recomputed = whole.place(layer.name, "none").is_recomputed
@@ -240,7 +242,7 @@ def places_of(
             ends = layer.is_loss or layer.name in feeding_loss
             is_recomputed = (bool(layer.block) if blocks else not ends) and kind_of(layer.kind).is_recomputed
         if layer.block and key not in recomputed:
-            places.append(Place(is_first=layer.name not in fed, is_recomputed=False))
+            places.append(Place(is_first=layer.name not in fed, is_recomputed=False, largest_zero=zero))
             continue
         places.append(
             Place(
@@ -248,10 +250,23 @@ def places_of(
                 is_recomputed=is_recomputed,
                 begins_block=bool(layer.block) and key not in begun,
                 repetitions=repetitions[layer.block],
+                largest_zero=zero,
             )
         )
         begun.add(key)
     return tuple(places)
+
+
+def _largest_zeros(layers: Sequence[Layer], inside: Container[str]) -> dict[str, int]:
+    """`Place.largest_zero` of the layers of a model that share a weight, if ``inside`` are those of one stage."""
+    largest: dict[str, int] = {}
+    for layer in layers:
+        for parameter in layer.parameters:
+            if parameter.tied_to is not None:
+                both = (layer.name, parameter.tied_to)
+                limit = 1 if all(name in inside for name in both) else 0
+                largest.update((name, min(limit, largest.get(name, 1))) for name in both)
+    return largest
 
 
 def _layer_document(layer: Layer) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 from .kinds.epilogue import LOSSES
 from .kinds.registry import kind_of
 
-__all__ = ["Layer", "Parameter", "Place"]
+__all__ = ["Layer", "Parameter", "Place", "zero_of"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,15 @@ class Place:
             follows their forward pass directly, so that recomputation would save nothing.
         begins_block: Whether it is the first layer of a repetition of a block that recomputation runs again.
         repetitions: Number of repetitions of its block in the graph that recomputation runs again; 0 outside of them.
+        largest_zero: The most that the layer's parameters can be divided (ZeRO, :mod:`.strategy`): 1 if it shares a weight with
+            another layer of the graph, 0 with a layer outside of it, otherwise 3.
     """
 
     is_first: bool = False
     is_recomputed: bool = True
     begins_block: bool = False
     repetitions: int = 0
+    largest_zero: int = 3
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,13 @@ class Layer:
     def describe(self) -> str:
         """Name, kind and shape, for errors and reports."""
         return f"{self.name} ({self.kind}, {kind_of(self.kind).shape_text(self)})"
+
+
+def zero_of(layer: Layer, zero: int, place: Place) -> int:
+    """The stage of ZeRO that a layer has if ``zero`` is wanted: as much as its kind and weights that layers share allow.
+
+    >>> from .kinds.norm import norm
+    >>> zero_of(norm("norm", 4, 8), 3, Place())
+    2
+    """
+    return min(zero, place.largest_zero, 3 if kind_of(layer.kind).gathers_weights else 2)

@@ -2,8 +2,23 @@
 
 The modules of :mod:`autoddl.costmodel.kinds` hold what differs between kinds of layers.  This module holds the common part.
 
-**Gradients.**  The gradients of parameters are all-reduced over p0, once per training step.  If optimizer states are divided
-over p0 (ZeRO, stage 1), the gradients are reduce-scattered, every device updates its part, and the parameters are all-gathered.
+**Gradients.**  The gradients of parameters are all-reduced over p0, once per training step.  If a layer's states are divided
+(ZeRO, :mod:`.strategy`), every device updates its part.  Let W, G and O be the bytes of a device's part (1 / (p1 p2)) of the
+parameters, the gradients and the optimizer, r the ranks that divide weights and gradients (p0, or its part inside a node):
+
+====  ======================  ================================  ============================================  =================
+zero  forward, each           backward, each                    once per step                                 state [bytes]
+====  ======================  ================================  ============================================  =================
+0     -                       -                                 all-reduce G over p0                          W + G + O
+1     -                       -                                 reduce-scatter G, all-gather W over p0        W + G + O/p0
+2     -                       reduce-scatter G over r           reduce-scatter G/r over p0/r, all-gather W    W + G/r + O/p0
+3     all-gather W over r     all-gather W, reduce-scatter G    reduce-scatter G/r, all-gather W/r over p0/r  (W + G)/r + O/p0
+====  ======================  ================================  ============================================  =================
+
+The whole gradient exists while a layer's backward pass runs, and with ``zero`` = 3 its weights do: a part of
+the buffer.  Weights that the backward pass does not read (tables) are not gathered for it.  Vectors (biases, the weights of
+norms) are never divided: with 3 they are treated as with 2.  The backward pass of a recomputed layer gathers the weights once, and
+a recomputed block holds the gathered weights of all of its layers.  A weight that several layers share has at most 1.
 
 **Optimizer step.**  Once per training step: bytes per parameter (:attr:`.workload.Workload.update_bytes_per_parameter`) over the
 memory bandwidth.
@@ -36,7 +51,7 @@ from typing import Any
 from .collectives import Step, all_reduce_steps, gather_steps, scatter_steps
 from .kinds.kind import Body, LayerKind, LayerQuantities, Number
 from .kinds.registry import kind_of
-from .layer import Layer, Place
+from .layer import Layer, Place, zero_of
 from .localwork import LocalWork, elementwise
 from .recomputation import word_of
 from .strategy import Strategy, StrategyGroup
@@ -94,33 +109,114 @@ def layer_work(
             :class:`autoddl.costmodel.affine.Affine`.
         place: the place of the layer in its graph, for the workload's way of recomputation.
     """
-    kind, quantities = kind_of(layer.kind), LayerQuantities(layer, strategy, workload, samples)
+    kind = kind_of(layer.kind)
+    is_in_block = repeats_redistributions(workload, place)
+    is_recomputed = is_in_block or is_recomputed_alone(kind, place, workload.recompute)
+    quantities = LayerQuantities(layer, strategy, workload, samples, is_recomputed)
     body = kind.work(quantities, place.is_first)
-    own = layer.num_parameters / quantities.parameter_parts
-    gradient: tuple[Step, ...] = ()
-    replicas: Number = 1
-    if layer.num_parameters:
-        axes = () if strategy.summa else strategy.axes(0, kind.is_lookup)
-        nbytes = own * workload.gradient_itemsize
-        if workload.zero and not strategy.summa:
-            gradient = (*scatter_steps(axes, nbytes), *gather_steps(axes, own * workload.itemsize))
-            replicas = quantities.p0
-        else:
-            gradient = all_reduce_steps(axes, nbytes)
     passes = _passes(kind, quantities, body, place)
+    if not layer.num_parameters:
+        return LayerWork(
+            **passes,
+            overlaps=workload.overlap == "all" and kind.is_matmul,
+            gradient=(),
+            forward=body.forward,
+            forward_work=body.forward_work,
+            update_work=LocalWork(),
+            parameter_bytes=0.0,
+            state_bytes=0.0,
+        )
+    shares = _shares(layer, quantities, place, is_recomputed, is_in_block)
+    passes["backward"] = (*shares.backward, *passes["backward"])
+    passes["buffer_bytes"] = passes["buffer_bytes"] + shares.buffer_bytes
+    own = layer.num_parameters / quantities.parameter_parts
     return LayerWork(
         **passes,
         overlaps=workload.overlap == "all" and kind.is_matmul,
-        gradient=gradient,
-        forward=body.forward,
+        gradient=shares.gradient,
+        forward=(*shares.forward, *body.forward),
         forward_work=body.forward_work,
-        update_work=elementwise(own * workload.update_bytes_per_parameter / replicas)
-        if layer.num_parameters
-        else LocalWork(),
-        parameter_bytes=own * workload.itemsize,
-        state_bytes=own * (workload.itemsize + workload.gradient_itemsize)
-        + own * workload.optimizer_bytes_per_parameter / replicas,
+        update_work=elementwise(own * workload.update_bytes_per_parameter / shares.num_updating),
+        parameter_bytes=shares.parameter_bytes,
+        state_bytes=shares.state_bytes,
     )
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """What the parameters of a layer take on one device, and what communicates them; the table of the module's docstring.
+
+    Attributes:
+        forward, backward: steps per micro-batch.
+        gradient: steps per training step.
+        parameter_bytes: bytes of the parameters between the passes.
+        state_bytes: bytes of parameters, gradients and optimizer states.
+        buffer_bytes: bytes that exist only while the layer runs.
+        num_updating: number of devices that divide the update.
+    """
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    gradient: tuple[Step, ...]
+    parameter_bytes: Number
+    state_bytes: Number
+    buffer_bytes: Number
+    num_updating: Number
+
+
+def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomputed: bool, is_in_block: bool) -> _Shares:
+    """The shares of a layer with parameters."""
+    workload, strategy, kind = quantities.workload, quantities.strategy, kind_of(layer.kind)
+    own = layer.num_parameters / quantities.parameter_parts
+    weights, gradients = own * workload.itemsize, own * workload.gradient_itemsize
+    states = own * workload.optimizer_bytes_per_parameter
+    if strategy.summa:
+        return _Shares((), (), (), weights, weights + gradients + states, 0.0, 1)
+    axes = strategy.axes(0, kind.is_lookup)
+    zero = zero_of(layer, max(strategy.zero, workload.zero), place)
+    if not zero:
+        gradient = all_reduce_steps(axes, gradients)
+        return _Shares((), (), gradient, weights, weights + gradients + states, 0.0, 1)
+    p0 = quantities.p0
+    if zero == 1:
+        gradient = (*scatter_steps(axes, gradients), *gather_steps(axes, weights))
+        return _Shares((), (), gradient, weights, weights + gradients + states / p0, 0.0, p0)
+    inner, outer = strategy.shard_axes(kind.is_lookup)
+    ranks: Number = 1
+    for axis in inner:
+        ranks = ranks * axis.size
+    # The weights of products and tables can be divided, vectors cannot.
+    matrices = sum(p.num_elements for p in layer.parameters if len(p.shape) > 1 and p.tied_to is None)
+    divided = weights * (matrices / layer.num_parameters) if zero == 3 else 0.0 * weights
+    whole = weights - divided
+    once = (*scatter_steps(outer, gradients / ranks), *gather_steps(outer, divided / ranks), *gather_steps(axes, whole))
+    gather = gather_steps(inner, divided)
+    is_gathered_again = kind.reads_weights_again or is_recomputed
+    per_gradient = workload.gradient_itemsize / workload.itemsize
+    scatter = tuple(step for part in (divided, whole) for step in scatter_steps(inner, part * per_gradient))
+    resident = divided / ranks + whole
+    return _Shares(
+        forward=_moving(gather),
+        backward=(*_moving(gather if is_gathered_again else ()), *_moving(scatter)),
+        gradient=_moving(once),
+        parameter_bytes=resident,
+        state_bytes=resident
+        + gradients / ranks
+        + states / p0
+        # The gathered weights of all layers of one block, divided by the number of blocks.
+        + (divided / place.repetitions if is_in_block else 0.0),
+        buffer_bytes=gradients + divided,
+        num_updating=p0,
+    )
+
+
+def _moving(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps that send anything, of steps of one group of strategies: all of them have the same ones."""
+    return tuple(step for step in steps if _is_positive(step.nbytes))
+
+
+def _is_positive(nbytes: Number) -> bool:
+    return bool(nbytes.max() > 0) if hasattr(nbytes, "max") else nbytes > 0
 
 
 def repeats_redistributions(workload: Workload, place: Place) -> bool:

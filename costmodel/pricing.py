@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -40,7 +40,7 @@ from .overlap import WHOLE, Exposure
 from .problem import Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
 from .recomputation import word_of
 from .redistribution import redistribute, steps
-from .strategy import Strategy, enumerate_strategies, group_strategies, transposed
+from .strategy import PLAIN, Choices, Strategy, enumerate_strategies, group_strategies, transposed
 from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
 
@@ -49,6 +49,23 @@ __all__ = [
     "edge_shape",
     "edge_steps",
 ]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """The strategies that layers are offered, of those that divide them.
+
+    Attributes:
+        summa: whether Summa meshes are among them.
+        allowed: the allowed strategies; None allows all.
+        executor: what executes them.
+        choices: what is offered besides splits.
+    """
+
+    summa: bool
+    allowed: frozenset[Strategy] | None
+    executor: str
+    choices: Choices
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +119,10 @@ class PriceBook:
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
         share_with: another book of the same graph and cluster, whose cached prices this one shares.
-        allowed: the allowed strategies; None allows all.
+        allowed: the allowed strategies, without sharding and regathering (:attr:`.Strategy.plain`); None allows all.
         executor: one of :data:`.graph_meshes.EXECUTORS`, or a restricted one; layers have only strategies that it can execute.
         exposure: the part of the gradients' all-reduces that the costs of problems count.
+        choices: what layers are offered besides splits.
 
     Raises:
         UserError: the device has no speed for the precision, or a layer has no strategy on this cluster.
@@ -121,6 +139,7 @@ class PriceBook:
         allowed: frozenset[Strategy] | None = None,
         executor: str = EAGER,
         exposure: Exposure = WHOLE,
+        choices: Choices = PLAIN,
     ):
         cluster.device.peak(workload.precision)
         self.graph = graph
@@ -130,16 +149,16 @@ class PriceBook:
         self.summa = summa
         self.executor = executor
         self.exposure = exposure
+        self.offer = _Offer(summa, allowed, executor, choices)
         twin = (
             share_with
             if share_with
-            and allowed is None
             and share_with.graph is graph
-            and (share_with.untied, share_with.summa, share_with.executor) == (untied, summa, executor)
+            and (share_with.untied, share_with.offer) == (untied, self.offer)
             else None
         )
         self.variables: tuple[Variable, ...] = (
-            twin.variables if twin else _variables(graph, cluster, untied, summa, allowed, executor)
+            twin.variables if twin else _variables(graph, cluster, untied, self.offer)
         )
         self._prices: dict[object, _Prices] = {}
         self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
@@ -397,14 +416,7 @@ def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- variables
 
 
-def _variables(
-    graph: LayerGraph,
-    cluster: Cluster,
-    untied: bool,
-    summa: bool,
-    allowed: frozenset[Strategy] | None,
-    executor: str,
-) -> tuple[Variable, ...]:
+def _variables(graph: LayerGraph, cluster: Cluster, untied: bool, offer: _Offer) -> tuple[Variable, ...]:
     """Group the layers; see the module's docstring."""
     groups: dict[object, list[str]] = {}
     key_of: dict[str, object] = {}
@@ -419,27 +431,26 @@ def _variables(
         key_of[layer.name] = key
         groups.setdefault(key, []).append(layer.name)
     known: dict[object, OptionSet] = {}
-    return tuple(_variable(graph, tuple(names), cluster, summa, known, allowed, executor) for names in groups.values())
+    return tuple(_variable(graph, tuple(names), cluster, known, offer) for names in groups.values())
 
 
 def _variable(
     graph: LayerGraph,
     names: tuple[str, ...],
     cluster: Cluster,
-    summa: bool,
     known: dict[object, OptionSet],
-    allowed: frozenset[Strategy] | None,
-    executor: str,
+    offer: _Offer,
 ) -> Variable:
     first = graph[names[0]]
     swapped = frozenset(n for n in names if kind_of(graph[n].kind).is_lookup != kind_of(first.kind).is_lookup)
-    key = tuple({(graph[name].signature(), name in swapped): None for name in names})
+    place = graph.place(first.name, "none")
+    key = (place.largest_zero, *{(graph[name].signature(), name in swapped): None for name in names})
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
-        options = _common_options(list(members.values()), swapped, cluster, summa, executor)
-        known[key] = OptionSet(tuple(s for s in options if allowed is None or s in allowed))
+        options = _common_options(list(members.values()), swapped, cluster, place, offer)
+        known[key] = OptionSet(tuple(s for s in options if offer.allowed is None or s.plain in offer.allowed))
     if not known[key].options:
-        why = f"that divides its shape{_executed_by(executor)}"
+        why = f"that divides its shape{_executed_by(offer.executor)}"
         raise UserError(f"{_no_strategy(first, cluster, why)}; try another number of devices")
     if len(names) == 1:
         name = names[0]
@@ -451,16 +462,17 @@ def _variable(
 
 
 def _common_options(
-    members: list[Layer], swapped: frozenset[str], cluster: Cluster, summa: bool, executor: str
+    members: list[Layer], swapped: frozenset[str], cluster: Cluster, place: Place, offer: _Offer
 ) -> tuple[Strategy, ...]:
-    def offered_to(layer: Layer, summa: bool = False) -> Iterator[Strategy]:
-        every = enumerate_strategies(layer, cluster.level_sizes, summa)
-        return (strategy for strategy in every if is_executable(executor, strategy))
-
-    options = list(offered_to(members[0], summa and len(members) == 1))
+    is_alone = len(members) == 1
+    choices = offer.choices if is_alone else replace(offer.choices, regathers=False)
+    every = enumerate_strategies(members[0], cluster.level_sizes, offer.summa and is_alone, choices, place)
+    options = [strategy for strategy in every if is_executable(offer.executor, strategy)]
     for layer in members[1:]:
-        offered = set(offered_to(layer))
-        options = [s for s in options if (transposed(s) if layer.name in swapped else s) in offered]
+        # The first layer owns the weight that they share, and decides how its states are divided.
+        every = enumerate_strategies(layer, cluster.level_sizes)
+        offered = {strategy.splits for strategy in every if is_executable(offer.executor, strategy)}
+        options = [s for s in options if (transposed(s) if layer.name in swapped else s).splits in offered]
     return tuple(options)
 
 

@@ -17,6 +17,13 @@ without a product (norms, attention, sums, losses) work on the canonical layout 
 An embedding is the product of one-hot rows with its table.  Its axes are in the order (p0, p2, p1).  So its table at (p0, p1, p2)
 has the same layout as the transposed matrix of a linear layer at (p0, p2, p1), and tied weights are stored once.
 
+**Sharding of parameters** (ZeRO; Rajbhandari et al., SC 2020).  The p0 ranks that hold the same part of a weight can divide what
+belongs to it.  ``zero`` says what is divided: 1 the optimizer states and the master copy, 2 also the gradients, 3 also the weights
+of products and tables.  With ``hybrid``, gradients and weights are divided inside the nodes only, and the states over all ranks.
+
+**Gathered inputs.**  A product that gathers its input over p1 keeps the gathered input for the backward pass, or only its own part
+of it and gathers it again (``regathers``; Megatron-LM's sequence parallelism).
+
 Summa distributes a product over a mesh of r x c ranks per level.  Input, weight and output are all split S0 over r and S1 over c;
 nothing is replicated.  The mesh (r, c) is written as (r, c, 1) with ``summa`` set.
 """
@@ -35,11 +42,13 @@ import numpy as np
 from .distribution import Axis, Distribution, canonical
 from .kinds.kind import Splitting
 from .kinds.registry import kind_of
-from .layer import Layer
+from .layer import Layer, Place, zero_of
 from .nearest import divisors
 from .sbp import Broadcast, SBPState, Split
 
 __all__ = [
+    "PLAIN",
+    "Choices",
     "Strategy",
     "StrategyGroup",
     "data_parallel",
@@ -59,6 +68,10 @@ class Strategy:
     Attributes:
         splits: (p0, p1, p2) for each network level, outermost first.
         summa: whether the product is a Summa product on the mesh (p0, p1).
+        zero: what the p0 ranks with the same part of a weight divide: 0 nothing, 1 the optimizer states, 2 also the gradients,
+            3 also the weights (see the module's docstring).
+        hybrid: whether gradients and weights are divided inside the nodes only; needs ``zero`` of at least 2.
+        regathers: whether the backward pass gathers the input again, in place of keeping it.
 
     All attributes but ``splits`` are *choices*: :attr:`choices` gives them, tables print them, and plan documents contain those
     that differ from their default.
@@ -70,6 +83,9 @@ class Strategy:
 
     splits: tuple[Split3, ...]
     summa: bool = False
+    zero: int = 0
+    hybrid: bool = False
+    regathers: bool = False
 
     def __str__(self) -> str:
         return " ".join((" | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits), *self.words))
@@ -77,12 +93,23 @@ class Strategy:
     @property
     def words(self) -> tuple[str, ...]:
         """What is printed of the choices, a word each; nothing of those that are the default."""
-        return ("summa",) if self.summa else ()
+        words = (
+            (self.summa, "summa"),
+            (self.zero > 0, f"zero{self.zero}"),
+            (self.hybrid, "hybrid"),
+            (self.regathers, "regathers"),
+        )
+        return tuple(word for is_chosen, word in words if is_chosen)
 
     @cached_property
     def choices(self) -> Strategy:
         """The strategy without its splits."""
         return replace(self, splits=())
+
+    @cached_property
+    def plain(self) -> Strategy:
+        """The strategy without the :class:`Choices` of a search."""
+        return replace(self, zero=0, hybrid=False, regathers=False)
 
     def document(self) -> dict[str, Any]:
         """The members that describe the strategy in JSON documents: ``strategy`` with the splits, and the other choices.
@@ -135,6 +162,10 @@ class Strategy:
         """The mesh axes of p0, p1 or p2 (``which`` = 0, 1 or 2), outermost first; axes of size 1 are left out."""
         return mesh_axes(self.splits, embedding)[which]
 
+    def shard_axes(self, embedding: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """The axes of p0 that divide (gradients and weights inside a training step, the optimizer states only)."""
+        return shard_axes(self.axes(0, embedding), self.hybrid)
+
     def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
         """The distributions of ``input``, ``weight`` and ``output`` of the product, as in the table of the module's docstring.
 
@@ -173,6 +204,23 @@ class Strategy:
 _CHOICES: Mapping[str, Any] = {field.name: field.default for field in fields(Strategy) if field.name != "splits"}
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What a search may choose for a layer besides its splits.
+
+    Attributes:
+        shardings: the values of ``zero``; a layer is offered the nearest that it can have (:func:`.layer.zero_of`).
+        regathers: whether products may gather their inputs again.
+    """
+
+    shardings: tuple[int, ...] = (0,)
+    regathers: bool = False
+
+
+#: Nothing is divided, and gathered inputs are kept.
+PLAIN = Choices()
+
+
 @dataclass(frozen=True, eq=False)
 class StrategyGroup:
     """Strategies that run the same steps along axes of different sizes.
@@ -195,6 +243,20 @@ class StrategyGroup:
     def summa(self) -> bool:
         """As of one :class:`Strategy`."""
         return self.choices.summa
+
+    @property
+    def zero(self) -> int:
+        """As of one :class:`Strategy`."""
+        return self.choices.zero
+
+    @property
+    def regathers(self) -> bool:
+        """As of one :class:`Strategy`."""
+        return self.choices.regathers
+
+    def shard_axes(self, embedding: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """As of one :class:`Strategy`."""
+        return shard_axes(self.axes(0, embedding), self.choices.hybrid)
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -262,6 +324,12 @@ def mesh_axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, 
     return tuple(tuple(of_one) for of_one in axes)
 
 
+def shard_axes(axes: Sequence[Axis], hybrid: bool) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """Divide the axes of p0, outermost first, as :meth:`Strategy.shard_axes` does."""
+    outer = tuple(axis for axis in axes if hybrid and axis.level == 0)
+    return tuple(axes[len(outer) :]), outer
+
+
 def transposed(strategy: Strategy) -> Strategy:
     """The strategy of a layer with the transposed weight: p1 and p2 are swapped.
 
@@ -282,6 +350,18 @@ def _splits(size: int) -> tuple[Split3, ...]:
     return tuple((p0, p1, size // p0 // p1) for p0 in divisors(size) for p1 in divisors(size // p0))
 
 
+def _sharded(strategy: Strategy, layer: Layer, shardings: Sequence[int]) -> Iterator[Strategy]:
+    """The strategy with each sharding of the layer's parameters that makes a difference."""
+    if strategy.p0 == 1 or not layer.num_parameters:
+        yield strategy
+        return
+    is_hybrid = len(strategy.axes(0)) > 1
+    for zero in shardings:
+        yield replace(strategy, zero=zero)
+        if zero > 1 and is_hybrid:
+            yield replace(strategy, zero=zero, hybrid=True)
+
+
 @cache
 def _all(level_sizes: tuple[int, ...], splitting: Splitting) -> tuple[Strategy, ...]:
     """All strategies of layers with this ``splitting``, regardless of shapes."""
@@ -294,18 +374,30 @@ def _all(level_sizes: tuple[int, ...], splitting: Splitting) -> tuple[Strategy, 
     return tuple(s for s in strategies if s.p2 == 1)
 
 
-def enumerate_strategies(layer: Layer, level_sizes: Sequence[int], summa: bool = False) -> Iterator[Strategy]:
+def enumerate_strategies(
+    layer: Layer,
+    level_sizes: Sequence[int],
+    summa: bool = False,
+    choices: Choices = PLAIN,
+    place: Place | None = None,
+) -> Iterator[Strategy]:
     """The strategies of a layer that divide its features and heads.  The samples are not considered.
 
     Args:
         layer: the layer.
         level_sizes: number of devices at each network level, outermost first.
         summa: include Summa meshes (r, c > 1) for linear layers.
+        choices: what is offered besides splits.
+        place: the place of the layer in its graph; by default it shares no weights.
     """
     sizes, kind = tuple(level_sizes), kind_of(layer.kind)
+    shardings = sorted({zero_of(layer, zero, place or Place()) for zero in choices.shardings})
     for strategy in _all(sizes, kind.splitting):
         if strategy.divides(layer):
-            yield strategy
+            for sharded in _sharded(strategy, layer, shardings):
+                yield sharded
+                if choices.regathers and strategy.p1 > 1 and kind.gathers_inputs:
+                    yield replace(sharded, regathers=True)
     if summa and kind.splitting is Splitting.PRODUCT and not any(p.tied_to for p in layer.parameters):
         for strategy in _all(sizes, Splitting.ROWS_AND_FEATURES):
             if strategy.p0 > 1 and strategy.p1 > 1:

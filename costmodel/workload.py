@@ -12,7 +12,8 @@ half precision   2          2         4            sgd 0, momentum 4, adam 8
 
 So Adam needs 16 bytes per parameter in every precision for GPUs.  The types are those of :mod:`autoddl.costmodel.precision`; half
 precision is mixed, bfloat16 or fp8.  With ``gradients="master"`` a gradient has the bytes of the master type (Megatron-LM: 18 bytes
-per parameter).  With ``zero=1`` the states and the master copy are divided among the p0 devices that hold the parameter.
+per parameter).  With ``zero`` of 1 to 3 the states, the gradients and the parameters are divided among the p0 devices that hold
+the parameter (:mod:`.layerwork`).
 
 **Optimizer step.**  It reads the gradient, reads and writes the master copy and the states, and writes the parameter.  With Adam in
 half precision, these are 2 + 2 (4 + 8) + 2 = 28 bytes per parameter.
@@ -69,7 +70,7 @@ class Workload:
         recompute: what the backward pass computes again, a way of :mod:`.recomputation`.
         attention: one of :data:`ATTENTIONS`.
         gradients: one of :data:`GRADIENTS`.
-        zero: 1 if optimizer states are divided among the devices that hold the same parameters (ZeRO, stage 1), else 0.
+        zero: the stage of ZeRO that all layers have at least, 0 to 3; strategies choose more for single layers.
         activations: one of :data:`ACTIVATIONS`.
         overlap: one of :data:`.overlap.OVERLAPS`.
 
@@ -186,7 +187,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "attention": ATTENTIONS,
     "gradients": GRADIENTS,
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
     "activations": ACTIVATIONS,
     "overlap": OVERLAPS,
 }

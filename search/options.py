@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -12,11 +13,13 @@ from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.recomputation import RECOMPUTATIONS, block_limit, check_recomputation
+from autoddl.costmodel.strategy import Choices
 from autoddl.costmodel.workload import Workload
 
 from . import METHODS
 
 __all__ = [
+    "AUTO",
     "DEFAULT_TIME_LIMIT_S",
     "USABLE_MEMORY",
     "Options",
@@ -29,6 +32,8 @@ __all__ = [
     "recomputations",
 ]
 
+#: The value of an option that the search chooses for each layer.
+AUTO = "auto"
 #: Samples per device and step if no batch is given.
 DEFAULT_BATCH_PER_DEVICE = 8
 #: Time limit [s] of one search if none is given: a result with a gap is better than none.
@@ -52,7 +57,10 @@ class Options:
         optimizer: ``sgd``, ``momentum`` or ``adam``.
         recompute: what to recompute (:mod:`autoddl.costmodel.recomputation`); True for any recomputation, False for none, None
             to choose it.
-        attention, gradients, zero, activations, overlap: as in :class:`autoddl.costmodel.workload.Workload`.
+        attention, gradients, overlap: as in :class:`autoddl.costmodel.workload.Workload`.
+        zero: the stage of ZeRO of all layers, 0 to 3; ``auto`` to choose it for each layer.
+        activations: as in :class:`autoddl.costmodel.workload.Workload`; ``auto`` to choose for each product whether its gathered
+            input is kept or gathered again.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
         executor: what executes the plan, one of ``autoddl.costmodel.graph_meshes.EXECUTORS``.
@@ -72,7 +80,7 @@ class Options:
     recompute: bool | str | None = None
     attention: str = "fused"
     gradients: str = "compute"
-    zero: int = 0
+    zero: int | str = 0
     activations: str = "kept"
     overlap: str = "none"
     untied: bool = False
@@ -83,6 +91,11 @@ class Options:
     evaluations: int | None = None
     time_limit_s: float | None = None
     quiet: bool = True
+
+    @property
+    def choices(self) -> Choices:
+        """What layers are offered besides splits."""
+        return Choices((0, 1, 2, 3) if self.zero == AUTO else (0,), regathers=self.activations == AUTO)
 
 
 def default_memory_limit(cluster: Cluster) -> float:
@@ -171,8 +184,8 @@ def base_workload(cluster: Cluster, options: Options, recompute: str = "none") -
         recompute,
         options.attention,
         options.gradients,
-        options.zero,
-        options.activations,
+        0 if options.zero == AUTO else cast(int, options.zero),
+        "kept" if options.activations == AUTO else options.activations,
         options.overlap,
     )
 

@@ -74,7 +74,7 @@ def best_overlapped(
     best, cost, lower = None, math.inf, -math.inf
     for share in shares:
         try:
-            found = sweep(PriceBooks(graph, cluster, Exposure.at(share)))
+            found = sweep(PriceBooks(graph, cluster, Exposure.at(share), options.choices))
         except StopRequestedError:
             if best is None:
                 raise

@@ -177,7 +177,7 @@ def make_plan(
         UserError: an option is out of range, or a layer does not divide over the cluster.
     """
     stop, limit = stop or Stop(), memory_limit_of(cluster, options)
-    books = PriceBooks(graph, cluster)
+    books = PriceBooks(graph, cluster, choices=options.choices)
     figures = tuple(known)
     if with_baselines and not figures:
         figures = tuple(baseline_figures(books, options, limit, stop))
@@ -204,6 +204,7 @@ def make_plan(
         untied=options.untied,
         summa=options.summa,
         executor=options.executor,
+        choices=options.choices,
     )
     assessment = verify(graph, cluster, best.problem.workload, claim, single_changes=False)
     cost, is_compared = assessment.cost(options.objective), is_restricted and not known

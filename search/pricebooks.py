@@ -15,6 +15,7 @@ from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.recomputation import first_blocks
 from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.strategy import PLAIN, Choices
 from autoddl.costmodel.workload import Workload
 
 from . import separable_memory, smallest_memory
@@ -29,10 +30,11 @@ class PriceBooks:
     Args:
         graph, cluster: the model and the machine.
         exposure: the part of the gradients' all-reduces that costs count.
+        choices: what layers are offered besides splits.
     """
 
-    def __init__(self, graph: LayerGraph, cluster: Cluster, exposure: Exposure = WHOLE):
-        self.graph, self.cluster, self.exposure = graph, cluster, exposure
+    def __init__(self, graph: LayerGraph, cluster: Cluster, exposure: Exposure = WHOLE, choices: Choices = PLAIN):
+        self.graph, self.cluster, self.exposure, self.choices = graph, cluster, exposure, choices
         self._books: dict[tuple[Workload, bool, str], PriceBook] = {}
 
     def book(self, workload: Workload, untied: bool, executor: str = EAGER) -> PriceBook:
@@ -52,6 +54,7 @@ class PriceBooks:
                 share_with=share_with,
                 executor=executor,
                 exposure=self.exposure,
+                choices=self.choices,
             )
         return self._books[key]
 

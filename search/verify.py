@@ -29,7 +29,15 @@ from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.problem import OBJECTIVES
-from autoddl.costmodel.strategy import Strategy, StrategyGroup, enumerate_strategies, group_strategies, transposed
+from autoddl.costmodel.strategy import (
+    PLAIN,
+    Choices,
+    Strategy,
+    StrategyGroup,
+    enumerate_strategies,
+    group_strategies,
+    transposed,
+)
 from autoddl.costmodel.workload import Workload
 
 __all__ = ["Claim", "VerificationError", "verify"]
@@ -68,6 +76,7 @@ class Claim:
     untied: bool = False
     summa: bool = False
     executor: str = EAGER
+    choices: Choices = PLAIN
 
 
 def verify(
@@ -139,7 +148,8 @@ def _cost_of(
 def _offered(
     graph: LayerGraph, cluster: Cluster, workload: Workload, name: str, claim: Claim, summa: bool
 ) -> list[Strategy]:
-    options = enumerate_strategies(graph[name], cluster.level_sizes, summa)
+    place = graph.place(name, workload.recompute)
+    options = enumerate_strategies(graph[name], cluster.level_sizes, summa, claim.choices, place)
     return [
         strategy
         for strategy in options

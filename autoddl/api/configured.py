@@ -54,7 +54,8 @@ class PricingOptions(TypedDict, total=False):
         optimizer: ``adam``, ``momentum`` or ``sgd``.
         attention: ``fused`` (no scores are kept, masked ones are skipped) or ``dense``.
         gradients: Type of gradients that are accumulated and summed over devices: ``compute`` or ``master`` (float32).
-        zero: 1 to divide optimizer states among the devices that hold the same parameters.
+        zero: What the devices that hold the same parameters divide (ZeRO): 0 nothing, 1 optimizer states, 2 also gradients, 3
+            also parameters.
         overlap: ``none``, ``gradients`` (all-reduces of gradients run beside the backward pass) or ``all`` (also the
             communication of linear layers, under their products).
         memory_limit_bytes: Memory limit per device; by default the device's memory without the framework's share.  A configuration

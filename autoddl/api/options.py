@@ -44,9 +44,10 @@ class PlanningOptions(TypedDict, total=False):
             do).  True for any of them, False for none; None lets the search choose.
         attention: ``fused`` (no scores are kept, masked ones are skipped) or ``dense``.
         gradients: Type of gradients that are accumulated and summed over devices: ``compute`` or ``master`` (float32).
-        zero: 1 to divide optimizer states among the devices that hold the same parameters.
+        zero: What the devices that hold the same parameters divide (ZeRO), in all layers: 0 nothing, 1 optimizer states, 2 also
+            gradients, 3 also parameters. ``auto`` chooses it for each layer.
         activations: Between layers: ``kept`` (split, and gathered inputs are kept for the backward pass), ``regathered`` (gathered
-            again) or ``copied`` (every device has all features).
+            again) or ``copied`` (every device has all features). ``auto`` chooses between the first two for each layer.
         overlap: ``none``, ``gradients`` (all-reduces of gradients run beside the backward pass) or ``all`` (also the
             communication of linear layers, under their products).
         memory_limit_bytes: Memory limit per device; by default the device's memory without the framework's share.
@@ -79,7 +80,7 @@ class PlanningOptions(TypedDict, total=False):
     recompute: bool | str | None
     attention: str
     gradients: str
-    zero: int
+    zero: int | str
     activations: str
     overlap: str
     memory_limit_bytes: float | None

@@ -18,6 +18,7 @@ from autoddl.costmodel.recomputation import RECOMPUTATIONS, check_recomputation
 from autoddl.costmodel.units import to_si
 from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, OPTIMIZERS
 from autoddl.search import METHODS
+from autoddl.search.options import AUTO
 
 from ..api import inputs
 from ._options import add_json, add_memory_limit, add_quiet, add_wide, memory_limit_bytes
@@ -137,12 +138,12 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--activations",
-        choices=ACTIVATIONS,
+        choices=(*ACTIVATIONS, AUTO),
         default="kept",
-        help="between layers: split, with gathered inputs kept or gathered again for the backward pass; or copied "
-        "(default: %(default)s)",
+        help="between layers: split, with gathered inputs kept or gathered again for the backward pass (auto: chosen for each "
+        "layer); or copied (default: %(default)s)",
     )
-    add_workload_options(group)
+    add_workload_options(group, is_searched=True)
 
 
 def add_batch(group: argparse._ActionsContainer) -> None:
@@ -152,8 +153,17 @@ def add_batch(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_workload_options(group: argparse._ActionsContainer) -> None:
-    """Add the options of training that planning and pricing share."""
+def _zero(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def add_workload_options(group: argparse._ActionsContainer, is_searched: bool = False) -> None:
+    """Add the options of training that planning and pricing share.
+
+    Args:
+        group: The group of options.
+        is_searched: Whether a search may choose their values.
+    """
     group.add_argument(
         "--precision", choices=tuple(PRECISIONS), help="numeric precision (default: the usual one of the device)"
     )
@@ -174,10 +184,12 @@ def add_workload_options(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--zero",
-        type=int,
-        choices=(0, 1),
+        type=_zero,
+        choices=(0, 1, 2, 3, AUTO) if is_searched else (0, 1, 2, 3),
         default=0,
-        help="1: divide optimizer states among the devices that hold the same parameters (default: %(default)s)",
+        help="what devices with the same parameters divide in all layers: 1 optimizer states, 2 also gradients, 3 also parameters"
+        + ("; auto: chosen for each layer" if is_searched else "")
+        + " (default: %(default)s)",
     )
     group.add_argument(
         "--overlap",

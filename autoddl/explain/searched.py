@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.graph_meshes import EAGER
+from autoddl.costmodel.strategy import PLAIN, Choices
+from autoddl.search.options import Options
 
 from ..plandocument import executor_of
 
@@ -116,11 +118,13 @@ class StrategySpace:
         untied: whether every repetition of a block had a choice of its own.
         summa: whether linear layers could have Summa meshes.
         executor: what executes the plan; strategies that it cannot execute were left out.
+        choices: what layers could choose besides splits.
     """
 
     untied: bool = False
     summa: bool = False
     executor: str = EAGER
+    choices: Choices = PLAIN
 
 
 def strategy_space_of(fields: Fields) -> StrategySpace | None:
@@ -128,4 +132,5 @@ def strategy_space_of(fields: Fields) -> StrategySpace | None:
     if fields.get("options") is None:
         return None
     options = fields.object("options")
-    return StrategySpace(options.boolean("untied"), options.boolean("summa"), executor_of(options))
+    known = Options(zero=options.get("zero") or 0, activations=options.get("activations") or "kept")
+    return StrategySpace(options.boolean("untied"), options.boolean("summa"), executor_of(options), known.choices)

@@ -105,7 +105,7 @@ def _priced_space(
 
     def priced(space: StrategySpace) -> tuple[PriceBook, Problem, tuple[int, ...]]:
         family = family_of(space.executor, choice.strategies.values(), devices.num_devices)
-        book = PriceBook(graph, devices, workload, space.untied, space.summa, executor=family)
+        book = PriceBook(graph, devices, workload, space.untied, space.summa, executor=family, choices=space.choices)
         problem = book.problem(workload.batch, workload.micro_batch, objective)
         return book, problem, problem.choice(choice.strategies)
 

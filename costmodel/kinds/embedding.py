@@ -29,6 +29,7 @@ class Embedding(LayerKind):
     attributes = ("vocabulary", "features")
     splitting = Splitting.PRODUCT
     is_lookup = True
+    gathers_weights = True
     colour = "#d9ead3"
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:

@@ -49,6 +49,7 @@ class LayerQuantities:
         strategy: its strategy, or a group of strategies.
         workload: supplies the bytes per element.
         samples: number of samples per micro-batch over all devices.
+        is_recomputed: whether the backward pass runs the layer again.
 
     Attributes:
         workload: the workload.
@@ -58,10 +59,18 @@ class LayerQuantities:
         devices: number of devices, p0 p1 p2.
         parts: number of parts that the layer's tensors are split into, the devices; p0 if the layer works on copies.
         rows: number of rows of the samples of one device.
+        regathers: whether the backward pass gathers the input of a product again, in place of keeping it.
         input_bytes, output_bytes, kept_bytes: bytes of one device's part of the tensors, which are split into ``parts``.
     """
 
-    def __init__(self, layer: Layer, strategy: Strategy | StrategyGroup, workload: Workload, samples: Number):
+    def __init__(
+        self,
+        layer: Layer,
+        strategy: Strategy | StrategyGroup,
+        workload: Workload,
+        samples: Number,
+        is_recomputed: bool = False,
+    ):
         self.layer, self.strategy, self.samples, self.workload = layer, strategy, samples, workload
         self.itemsize = workload.itemsize
         self.statistic_bytes = workload.types.master_itemsize
@@ -70,6 +79,8 @@ class LayerQuantities:
         is_copied = workload.activations == "copied" and kind_of(layer.kind).is_between
         self.parts = self.p0 if is_copied else self.devices
         self.rows = samples * layer.rows / self.p0
+        # The forward pass of a recomputed layer gathers it again anyway.
+        self.regathers = workload.activations == "regathered" or (strategy.regathers and not is_recomputed)
         self.input_bytes = samples * layer.input_elements * self.itemsize / self.parts
         self.output_bytes = samples * layer.output_elements * self.itemsize / self.parts
         self.kept_bytes = samples * (layer.kept_elements * self.itemsize + layer.mask_bytes) / self.parts
@@ -137,6 +148,9 @@ class LayerKind(ABC):
         is_opaque: whether a layer runs modules of the user, whose code is not part of the layer graph.
         reads_data: whether a layer without producers reads an input of the model.
         has_summa: whether such a layer can run as a Summa product.
+        gathers_inputs: whether its product gathers the input over p1, and can gather it again in the backward pass.
+        gathers_weights: whether its weights of two or more dimensions can be divided over p0 (``zero`` = 3) and gathered when read.
+        reads_weights_again: whether the backward pass needs these weights.
         follows_groups: whether the output features can be ordered in the groups of their reader (:meth:`input_groups`).
         colour: fill colour of its layers in drawings.
     """
@@ -154,6 +168,9 @@ class LayerKind(ABC):
     is_opaque: ClassVar[bool] = False
     reads_data: ClassVar[bool] = True
     has_summa: ClassVar[bool] = False
+    gathers_inputs: ClassVar[bool] = False
+    gathers_weights: ClassVar[bool] = False
+    reads_weights_again: ClassVar[bool] = False
     follows_groups: ClassVar[bool] = False
     colour: ClassVar[str] = "#fff2cc"
 

@@ -49,6 +49,9 @@ class Linear(LayerKind):
     attributes = ("in_features", "out_features")
     splitting = Splitting.PRODUCT
     has_summa = True
+    gathers_inputs = True
+    gathers_weights = True
+    reads_weights_again = True
     follows_groups = True
     colour = "#cfe3f5"
 
@@ -89,7 +92,7 @@ def _product(quantities: LayerQuantities, is_first: bool) -> Body:
     scatter_gradient = () if is_first else scatter_steps(p1, input_bytes)
     product = quantities.matmul(quantities.rows, d_in / quantities.p2, d_out / quantities.p1)
     after, after_backward = quantities.epilogue()
-    gathers_again = quantities.workload.activations == "regathered" and bool(gather)
+    gathers_again = quantities.regathers and bool(gather)
     # Copied activations behind the product are split as its output features are.
     is_copied = quantities.workload.activations == "copied"
     kept_bytes = quantities.kept_bytes * quantities.p2 if is_copied else quantities.kept_bytes

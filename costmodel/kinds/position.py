@@ -20,6 +20,7 @@ class Position(LayerKind):
     attributes = ("positions", "features")
     reads_data = False
     is_between = True
+    gathers_weights = True
     colour = "#d9ead3"
 
     def shape_text(self, layer: Layer) -> str:

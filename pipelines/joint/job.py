@@ -88,7 +88,7 @@ class PlanningJob:
     def pricing(self) -> Pricing:
         """The objective and the offered strategies."""
         base = self.options.base
-        return Pricing(base.objective, base.untied, base.summa)
+        return Pricing(base.objective, base.untied, base.summa, choices=base.choices)
 
     @cached_property
     def arithmetic_s(self) -> float:
@@ -142,7 +142,7 @@ def job_of(
         raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
     if base.zero and options.allow_stale:
         # Searches count older versions of weights as a part of the state, which ZeRO divides differently for each strategy.
-        raise UserError("zero=1 cannot be combined with allow_stale=True; leave out one of them")
+        raise UserError(f"zero={base.zero} cannot be combined with allow_stale=True; leave out one of them")
     workload = base_workload(cluster, base)
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # raises if the micro-batch does not divide the batch

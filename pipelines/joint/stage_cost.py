@@ -20,7 +20,7 @@ from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Phases, Variable
-from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.strategy import PLAIN, Choices, Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import Baseline, baselines
 from autoddl.search.fronts import VectorEdge, VectorTable
@@ -63,12 +63,14 @@ class Pricing:
         untied: Whether equal layers of repeated blocks may have different strategies.
         summa: Whether Summa meshes are offered.
         names: Names of the baselines (:mod:`autoddl.search.baselines`) whose strategies are offered; empty to offer all strategies.
+        choices: What layers are offered besides splits.
     """
 
     objective: str = "step"
     untied: bool = False
     summa: bool = False
     names: tuple[str, ...] = ()
+    choices: Choices = PLAIN
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +156,16 @@ class StageTables:
             offered = frozenset(
                 strategy for baseline in self.members(stage) for strategy in baseline.strategies.values()
             )
+        pricing = self.pricing
         return PriceBook(
-            stage.graph, self.devices, workload, self.pricing.untied, self.pricing.summa, share_with, offered
+            stage.graph,
+            self.devices,
+            workload,
+            pricing.untied,
+            pricing.summa,
+            share_with,
+            offered,
+            choices=pricing.choices,
         )
 
     def members(self, stage: StageGraph) -> tuple[Baseline, ...]:
