@@ -14,7 +14,7 @@ __all__ = ["EAGER", "EXECUTORS", "GRAPH", "check_executor", "check_workload", "e
 
 #: What is priced, and not always executed on ranks: the values of attributes of a workload that each executor executes.
 _EXECUTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    EAGER: {"gradients": ("compute",), "zero": (0,), "activations": ("kept",)},
+    EAGER: {"gradients": ("compute",), "activations": ("kept",)},
     GRAPH: {
         "gradients": ("compute",),
         "zero": (0,),

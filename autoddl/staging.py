@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.limits import MAX_TRAINING_PASSES
 from autoddl.pipelines.joint.configuration import NUM_PERIODS, PipelineSchedule, recomputed_inside
 from autoddl.pipelines.joint.partition import ENTRY
-from autoddl.pipelines.runtime.stage.plan import StagePlan
+from autoddl.pipelines.runtime.stage.plan import StagePlan, stage_plan
 from autoddl.pipelines.schedule import Schedule
 
 from .executors import EAGER, check_workload
@@ -43,7 +43,7 @@ def stage_plans(plan: PlanFile, executor: str = EAGER) -> tuple[StagePlan, ...]:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
         workload = replace(plan.workload, recompute=recomputed_inside(choice.recompute))
         check_workload(workload, executor)
-        result.append(StagePlan(strategies, workload.recompute, choice.strategies.get(ENTRY), workload.attention))
+        result.append(stage_plan(plan.graph, strategies, workload, choice.strategies.get(ENTRY)))
     return tuple(result)
 
 

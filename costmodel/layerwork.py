@@ -189,11 +189,16 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
     matrices = sum(p.num_elements for p in layer.parameters if len(p.shape) > 1 and p.tied_to is None)
     divided = weights * (matrices / layer.num_parameters) if zero == 3 else 0.0 * weights
     whole = weights - divided
-    once = (*scatter_steps(outer, gradients / ranks), *gather_steps(outer, divided / ranks), *gather_steps(axes, whole))
     gather = gather_steps(inner, divided)
     is_gathered_again = kind.reads_weights_again or is_recomputed
-    per_gradient = workload.gradient_itemsize / workload.itemsize
-    scatter = tuple(step for part in (divided, whole) for step in scatter_steps(inner, part * per_gradient))
+    # Matrices and vectors are not moved together.
+    parts = [part * (workload.gradient_itemsize / workload.itemsize) for part in (divided, whole)]
+    scatter = tuple(step for part in parts for step in scatter_steps(inner, part))
+    once = (
+        *(step for part in parts for step in scatter_steps(outer, part / ranks)),
+        *gather_steps(outer, divided / ranks),
+        *gather_steps(axes, whole),
+    )
     resident = divided / ranks + whole
     return _Shares(
         forward=_moving(gather),

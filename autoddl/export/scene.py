@@ -167,8 +167,9 @@ def layout_text(layout: Layout) -> str:
     >>> layout_text(Layout((2, 1, 1), (1, 4, 2), summa=True))
     'Layout((2, 1, 1), (1, 4, 2), summa=True)'
     """
-    options = [name for name in ("embedding", "summa") if getattr(layout, name)]
-    return f"Layout({', '.join([*map(value_text, layout.splits), *(f'{name}=True' for name in options)])})"
+    values = {name: getattr(layout, name) for name in ("embedding", "summa", "zero", "hybrid")}
+    options = [f"{name}={value}" for name, value in values.items() if value]
+    return f"Layout({', '.join([*map(value_text, layout.splits), *options])})"
 
 
 def layouts_text(call: Call, path: Callable[[str], str]) -> str:

@@ -36,7 +36,7 @@ from .setting import Batch
 from .stage.global_weights import GlobalWeights
 from .stage.model import PlannedModel
 from .stage.output import whole_output
-from .stage.plan import StagePlan
+from .stage.plan import stage_plan
 from .stage.stage import Stage
 from .stage.tracing import Measure, StageTracer, TracedSection
 from .stepping import Stepper
@@ -86,7 +86,7 @@ class AppliedModule(flow.nn.Module):
         backend: Backend = HOST,
     ):
         super().__init__()
-        plan = StagePlan(strategies, workload.recompute, attention=workload.attention)
+        plan = stage_plan(graph, strategies, workload)
         stepper = Stepper(flow.env.get_world_size(), backend)
         if plan.num_ranks != stepper.num_ranks:
             raise UserError(f"the plan is for {plan.num_ranks} ranks, this job has {stepper.num_ranks}")

@@ -36,6 +36,7 @@ from .operations import (
     tanh_gelu,
 )
 from .setting import Batch, LayerSetting
+from .shards import gather_weights, lean_product
 from .statements import Call, Fact, Name, Statement
 
 flow = load_oneflow()
@@ -63,6 +64,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             cross_entropy,
             data,
             elu,
+            gather_weights,
+            lean_product,
             lookup,
             matmul,
             mean_error,
@@ -85,7 +88,9 @@ def build_body(setting: LayerSetting) -> Body:
         UserError: The layer or its module cannot be run under its strategy. The message names the layer.
     """
     layer = setting.layer
-    program = layer_program(setting.graph, layer, setting.strategy, setting.recompute, setting.attention)
+    program = layer_program(
+        setting.graph, layer, setting.strategy, setting.recompute, setting.attention, setting.is_in_block
+    )
     try:
         for check in program.checks:
             _read_fact(check, setting)

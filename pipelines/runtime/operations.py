@@ -37,6 +37,7 @@ __all__ = [
     "quick_gelu",
     "run_module",
     "split_gate",
+    "split_grouped",
     "summa_product",
     "tanh_gelu",
 ]
@@ -77,6 +78,17 @@ def concat_grouped(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
     others = parts[0].shape[1:]
     grouped = [part.reshape(part.shape[0] // width, width, *others) for part, width in zip(parts, widths)]
     return flow.cat(grouped, dim=1).reshape(-1, *others)
+
+
+def split_grouped(whole: Tensor, lengths: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
+    """Divide the rows of a tensor into those of several parts of the given lengths: the inverse of `concat_grouped`."""
+    others, num_groups = whole.shape[1:], lengths[0] // widths[0]
+    grouped = whole.reshape(num_groups, sum(widths), *others)
+    parts, start = [], 0
+    for length, width in zip(lengths, widths):
+        parts.append(flow.narrow(grouped, 1, start, width).reshape(length, *others))
+        start += width
+    return parts
 
 
 def summa_product(

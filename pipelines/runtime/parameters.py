@@ -31,6 +31,7 @@ from autoddl.costmodel.distribution import Axis
 
 from .comm.layouts import ParameterLayout
 from .load import load_oneflow
+from .shards import gather_shards
 from .stepping import Ranks
 
 flow = load_oneflow()
@@ -42,7 +43,9 @@ Tensor = Any
 
 
 def whole_value(layout: ParameterLayout, shard: Tensor, ranks: Ranks) -> np.ndarray:
-    """Gather the shards of all ranks to the logical value, on every rank; all ranks call."""
+    """Gather what all ranks store of a tensor to its logical value, on every rank; all ranks call."""
+    if layout.zero:
+        (shard,) = gather_shards([shard], layout.reduced, [layout.local_shape()], ranks)
     for dim, axes in enumerate(layout.axes):
         shard = ranks.gather(shard, axes, dim)
     gathered = shard.numpy()

@@ -45,6 +45,7 @@ class LayerSetting:
         module: The user's model.
         recompute: Whether only the evenly split input is kept for the backward pass.
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
+        is_in_block: Whether the backward pass runs the whole block of the layer again.
     """
 
     graph: LayerGraph
@@ -54,6 +55,7 @@ class LayerSetting:
     module: Any
     recompute: bool
     attention: str
+    is_in_block: bool = False
 
     @property
     def num_parts(self) -> int:

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
+from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import LOSSES
-from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.strategy import Strategy, shard_axes
 
 from .comm.layouts import Layout, layout_of
 
@@ -170,6 +171,8 @@ class LayerContext:
         strategy: The strategy of the layer.
         recompute: Whether only evenly split inputs are kept for the backward pass.
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
+        is_rerun: Whether the backward pass runs the layer again, alone (``recompute``) or with its block.
+        shapes: Shapes of the layer's stored parameters, as far as a rank computes with them; empty unless shards are gathered.
     """
 
     graph: LayerGraph
@@ -177,6 +180,8 @@ class LayerContext:
     strategy: Strategy
     recompute: bool
     attention: str
+    is_rerun: bool
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def layout(self) -> Layout:
@@ -195,6 +200,18 @@ class LayerContext:
     def weights(self) -> tuple[str, ...]:
         """Names of the variables of a weight and a bias, as far as the layer has them."""
         return ("weight", "bias")[: len(self.layer.parameters)]
+
+    @property
+    def shards(self) -> tuple[Axis, ...]:
+        """The mesh axes that divide the layer's weights of two or more dimensions, which each pass gathers."""
+        return shard_axes(self.layout.axes(0), self.strategy.hybrid)[0] if self.strategy.zero == 3 else ()
+
+    def gathering(self, weights: Sequence[str]) -> list[Call]:
+        """Return the statement that gathers weights of two or more dimensions, the first ones of the layer, if they are divided."""
+        if not self.shards:
+            return []
+        arguments = ([Name(weight) for weight in weights], list(self.shards), list(self.shapes[: len(weights)]), RANKS)
+        return [Call("gather_weights", arguments, result=tuple(weights), num_steps=len(self.shards))]
 
     def fact(self, name: str, function: str, *arguments: Any) -> Fact:
         return Fact(name, function, self.path, arguments)

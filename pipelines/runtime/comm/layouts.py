@@ -30,7 +30,7 @@ each key-value head (for each pair of gate and up), so that every even split hol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -41,7 +41,7 @@ from autoddl.costmodel.distribution import Axis, canonical_axes, flat_coordinate
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
-from autoddl.costmodel.strategy import Strategy, mesh_axes
+from autoddl.costmodel.strategy import Strategy, mesh_axes, shard_axes
 
 __all__ = [
     "Layout",
@@ -100,14 +100,31 @@ class Layout:
         splits: (p0, p1, p2) for each network level, outermost level first.
         embedding: Whether the axes of a level are in the order p0, p2, p1 instead of p0, p1, p2, with the last one innermost.
         summa: Whether the features of the input are also split over p0, and gathered when they are needed (SUMMA).
+        zero: What the ranks along p0 divide of the parameters, 0 to 3 (:mod:`autoddl.costmodel.strategy`).
+        hybrid: Whether they divide gradients and weights inside nodes only.
     """
 
     splits: tuple[tuple[int, int, int], ...]
     embedding: bool
     summa: bool
+    zero: int
+    hybrid: bool
 
-    def __init__(self, *splits: tuple[int, int, int], embedding: bool = False, summa: bool = False):
-        for name, value in (("splits", splits), ("embedding", embedding), ("summa", summa)):
+    def __init__(
+        self,
+        *splits: tuple[int, int, int],
+        embedding: bool = False,
+        summa: bool = False,
+        zero: int = 0,
+        hybrid: bool = False,
+    ):
+        for name, value in (
+            ("splits", splits),
+            ("embedding", embedding),
+            ("summa", summa),
+            ("zero", zero),
+            ("hybrid", hybrid),
+        ):
             object.__setattr__(self, name, value)
 
     def axes(self, which: int) -> tuple[Axis, ...]:
@@ -270,6 +287,8 @@ class ParameterLayout:
         axes: For each dimension, the mesh axes that split it.
         indices: For each dimension, the indices that each rank holds.
         reduced: Mesh axes over which the gradient is summed.
+        zero: What the ranks along these axes divide of the tensor, 0 to 3 (:mod:`autoddl.costmodel.strategy`).
+        hybrid: Whether they divide gradients and weights inside nodes only.
     """
 
     name: str
@@ -278,6 +297,8 @@ class ParameterLayout:
     axes: tuple[tuple[Axis, ...], ...]
     indices: tuple[Sequence[np.ndarray], ...]
     reduced: tuple[Axis, ...]
+    zero: int = 0
+    hybrid: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -291,6 +312,35 @@ class ParameterLayout:
     @cached_property
     def _local_shape(self) -> tuple[int, ...]:
         return tuple(len(of_ranks[0]) for of_ranks in self.indices)
+
+    @property
+    def inner(self) -> tuple[Axis, ...]:
+        """The axes along which gradients and weights are divided inside a training step, if ``zero`` is 2 or 3."""
+        return shard_axes(self.reduced, self.hybrid)[0]
+
+    @property
+    def outer(self) -> tuple[Axis, ...]:
+        """The other axes of ``reduced``."""
+        return shard_axes(self.reduced, self.hybrid)[1]
+
+    @property
+    def shard_length(self) -> int:
+        """Number of elements that each rank updates, if ``zero`` is at least 1; the last ones of a tensor may be padding."""
+        return -(-prod(self.local_shape()) // prod(axis.size for axis in self.reduced))
+
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape of what each rank stores between training steps: its part, or its shard of the part."""
+        return (self.shard_length,) if self.zero else self.local_shape()
+
+    def stored(self, value: np.ndarray, rank: int) -> np.ndarray:
+        """Return what ``rank`` stores of the logical ``value``."""
+        own = self.take(value, rank)
+        if not self.zero:
+            return own
+        length = self.shard_length * prod(axis.size for axis in self.reduced)
+        padded = np.zeros(length, own.dtype)
+        padded[: own.size] = own.reshape(-1)
+        return padded[scattered(all_indices(length, self.num_ranks), self.reduced)[rank]]
 
     def take(self, value: np.ndarray, rank: int) -> np.ndarray:
         """Return the part of the logical ``value`` that ``rank`` holds."""
@@ -365,7 +415,7 @@ def linear_layouts(
             name = joined_name([name for name, _ in sources])
             result.append(ParameterLayout(name, sources, shape, axes, indices, reduced))
             start += num_rows
-    return tuple(result)
+    return _sharded(result, layout)
 
 
 def _rows_between(features: Sequence[np.ndarray], order: np.ndarray, start: int, stop: int) -> Indices:
@@ -382,7 +432,8 @@ def table_layouts(name: str, vocabulary: int, features: int, layout: Layout) -> 
     """Return the layout of the table (vocabulary, features) of an embedding."""
     table, shape = table_indices(vocabulary, features, layout), (vocabulary, features)
     axes = (table.row_axes, table.column_axes)
-    return (ParameterLayout(name, ((name, vocabulary),), shape, axes, (table.rows, table.columns), layout.axes(0)),)
+    whole = ParameterLayout(name, ((name, vocabulary),), shape, axes, (table.rows, table.columns), layout.axes(0))
+    return _sharded([whole], layout)
 
 
 def feature_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[ParameterLayout, ...]:
@@ -393,7 +444,7 @@ def feature_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tupl
         indices = (*others, layout.blocks(shape[-1]))
         axes = (*(() for _ in others), layout.axes(1))
         result.append(ParameterLayout(name, ((name, shape[0]),), tuple(shape), axes, indices, layout.axes(0)))
-    return tuple(result)
+    return _sharded(result, layout)
 
 
 def whole_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[ParameterLayout, ...]:
@@ -403,7 +454,17 @@ def whole_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[
         indices = tuple(all_indices(length, layout.num_ranks) for length in shape)
         axes = ((),) * len(shape)
         result.append(ParameterLayout(name, ((name, shape[0]),), tuple(shape), axes, indices, layout.axes(0)))
-    return tuple(result)
+    return _sharded(result, layout)
+
+
+def _sharded(layouts: Sequence[ParameterLayout], layout: Layout) -> tuple[ParameterLayout, ...]:
+    """Return the layouts with the sharding of their layer; vectors are never divided inside a training step."""
+    return tuple(
+        replace(each, zero=min(layout.zero, 3 if len(each.shape) > 1 else 2), hybrid=layout.hybrid)
+        if each.reduced and layout.zero
+        else each
+        for each in layouts
+    )
 
 
 def stores_modules_separately(num_modules: int, num_groups: int, num_parts: int) -> bool:
@@ -484,7 +545,10 @@ def split_dims(axes: Sequence[Sequence[Axis]], mesh: Sequence[Axis]) -> list[int
 
 def layout_of(layer: Layer, strategy: Strategy) -> Layout:
     """Return the layout of a layer under its strategy."""
-    return Layout(*strategy.splits, embedding=kind_of(layer.kind).is_lookup, summa=strategy.summa)
+    is_lookup = kind_of(layer.kind).is_lookup
+    return Layout(
+        *strategy.splits, embedding=is_lookup, summa=strategy.summa, zero=strategy.zero, hybrid=strategy.hybrid
+    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ def program(context: LayerContext) -> LayerProgram:
     layer, layout = context.layer, context.layout
     options = {"vocabulary": layer.attributes["vocabulary"], "rows": layer.rows}
     body = [
+        *context.gathering(("weight",)),
         Call("lookup", (DATA, Name("weight"), layout, RANKS), options, computes=True),
         *(along("reduce_scatter", axis) for axis in reversed(layout.axes(2))),
     ]

@@ -40,8 +40,13 @@ def program(context: LayerContext) -> LayerProgram:
     has_bias = any(len(p.shape) == 1 for p in layer.parameters)
     weights, biases = _numbered("weight", count), _numbered("bias", count) if has_bias else ()
     widths = [width // order.num_groups for width in order.section_widths]
-    product = _concatenated(weights, "weight", widths)
-    if layout.summa:
+    # A layer that the backward pass runs again gathers everything again anyway.
+    regathers = context.strategy.regathers and bool(context.producers and layout.axes(1)) and not context.is_rerun
+    is_lean = regathers or (bool(context.shards) and not context.is_rerun)
+    product = [] if is_lean else [*context.gathering(weights), *_concatenated(weights, "weight", widths)]
+    if is_lean:
+        product.append(_lean_product(context, weights, widths, regathers))
+    elif layout.summa:
         options = {"rows": layout.axes(0), "columns": layout.axes(1), "ranks": RANKS, "is_first": not context.producers}
         product.append(Call("summa_product", (X, Name("weight")), options, num_steps=ALL_STEPS, computes=True))
     else:
@@ -67,6 +72,22 @@ def program(context: LayerContext) -> LayerProgram:
             Call("mean_error", (X, Name("expected"), RANKS), options),
         ]
     return LayerProgram((*weights, *biases), tuple(statements))
+
+
+def _lean_product(context: LayerContext, weights: Sequence[str], widths: Sequence[int], regathers: bool) -> Call:
+    """Return the product that keeps no gathered weight or, if ``regathers``, no gathered input."""
+    columns = context.layout.axes(1) if context.producers else ()
+    options = {
+        "columns": list(columns),
+        "shards": list(context.shards),
+        "shapes": list(context.shapes[: len(weights)]) if context.shards else [],
+        "widths": list(widths) if len(weights) > 1 else [],
+        "regathers": regathers,
+        "is_first": not context.producers,
+    }
+    options = {name: value for name, value in options.items() if value}
+    arguments = (X, [Name(weight) for weight in weights], RANKS)
+    return Call("lean_product", arguments, options, num_steps=len(columns) + len(context.shards), computes=True)
 
 
 def layouts(context: LayerContext, parameters: Sequence[Parameter]) -> Call:

@@ -10,4 +10,4 @@ __all__ = ["program"]
 def program(context: LayerContext) -> LayerProgram:
     """Return the program of learned positions."""
     call = Call("positions", (Name("weight"), Name("num_samples"), context.layout), {"rows": context.layer.rows})
-    return LayerProgram(context.weights, (call,))
+    return LayerProgram(context.weights, (*context.gathering(("weight",)), call))

@@ -102,7 +102,12 @@ def registered_functions() -> Mapping[str, Callable[..., Any]]:
 
 
 def layer_program(
-    graph: LayerGraph, layer: Layer, strategy: Strategy, recompute: bool, attention: str = "fused"
+    graph: LayerGraph,
+    layer: Layer,
+    strategy: Strategy,
+    recompute: bool,
+    attention: str = "fused",
+    is_in_block: bool = False,
 ) -> LayerProgram:
     """Return the program of a layer under its strategy.
 
@@ -112,11 +117,16 @@ def layer_program(
         strategy: Strategy of the layer.
         recompute: Whether only evenly split inputs are kept for the backward pass.
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
+        is_in_block: Whether the backward pass runs the whole block of the layer again.
 
     Raises:
         UserError: The layer cannot be run; it is named.
     """
-    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, recompute, attention))
+    shapes: tuple[tuple[int, ...], ...] = ()
+    if strategy.zero == 3:
+        shapes = tuple(layout.local_shape() for layout in parameter_layouts(graph, layer, strategy))
+    is_rerun = recompute or is_in_block
+    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, recompute, attention, is_rerun, shapes))
 
 
 def layouts_call(
@@ -133,7 +143,7 @@ def layouts_call(
     Raises:
         UserError: Ranks cannot store the layer's parameters; the layer is named.
     """
-    context = LayerContext(graph, layer, strategy, recompute=False, attention="dense")
+    context = LayerContext(graph, layer, strategy, recompute=False, attention="dense", is_rerun=False, shapes=())
     return _rank_kind(layer).layouts(context, layer.parameters if parameters is None else parameters)
 
 

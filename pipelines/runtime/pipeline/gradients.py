@@ -22,6 +22,7 @@ from autoddl.costmodel.distribution import Axis
 
 from ..comm.layouts import ParameterLayout
 from ..load import load_oneflow
+from ..shards import update_shards
 from ..stepping import Ranks, num_bytes
 from .actions import Reduce
 from .shared_weights import WeightPiece, weight_pieces
@@ -57,8 +58,8 @@ class StageWeight(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements that each rank holds."""
-        return prod(self.layout.local_shape())
+        """Number of elements of the sum that each rank holds."""
+        return prod(self.layout.stored_shape())
 
 
 class _SumMessage(NamedTuple):
@@ -150,9 +151,14 @@ class GradientSums:
         """
         sums = []
         for stage in sorted(replicas):
-            for axes, group in self._groups(action, stage).items():
-                vector = replicas[stage].gradient(action.update, [weight.layout.name for weight in group])
-                sums.append(self._sum_over_ranks(vector, axes, self._peers[stage], transport))
+            for group in self._groups(action, stage).values():
+                names, first = [weight.layout.name for weight in group], group[0].layout
+                if first.zero:
+                    gradients = replicas[stage].gradients(action.update, names)
+                    sums.append(self._shards_over_ranks(gradients, group, self._peers[stage], transport))
+                else:
+                    vector = replicas[stage].gradient(action.update, names)
+                    sums.append(self._sum_over_ranks(vector, first.reduced, self._peers[stage], transport))
         if not sums:
             return None
         with transport.thread():
@@ -183,13 +189,25 @@ class GradientSums:
                     yield stage, weight, start
                     start += weight.size
 
-    def _groups(self, action: Reduce, stage: int) -> dict[tuple[Axis, ...], list[StageWeight]]:
-        """Return a stage's weights that belong to exactly the stages of an action, by the axes to sum their gradients over."""
-        groups: dict[tuple[Axis, ...], list[StageWeight]] = {}
+    def _groups(self, action: Reduce, stage: int) -> dict[tuple[Any, ...], list[StageWeight]]:
+        """Return a stage's weights that belong to exactly the stages of an action, by how their gradients are summed."""
+        groups: dict[tuple[Any, ...], list[StageWeight]] = {}
         for weight in self._weights[stage]:
             if weight.stages == action.stages:
-                groups.setdefault(weight.layout.reduced, []).append(weight)
+                layout = weight.layout
+                groups.setdefault((layout.reduced, layout.zero, layout.hybrid), []).append(weight)
         return groups
+
+    def _shards_over_ranks(
+        self, gradients: Sequence[Tensor], group: Sequence[StageWeight], peers: tuple[int, ...], transport: Transport
+    ) -> Tensor:
+        """Sum the gradients of divided weights, and return this rank's shards of the sums, one after the other."""
+        layouts = [weight.layout for weight in group]
+        transport.bytes_reduced += sum(num_bytes(gradient) for gradient in gradients)
+        with transport.thread():
+            vector = flow.cat(update_shards(gradients, layouts, self._ranks), dim=0)
+            vector = vector.to(self._ranks.backend.communication)
+            return vector if len(peers) == 1 else transport.all_reduce(vector, peers)
 
     def _sum_over_ranks(
         self, vector: Tensor, axes: tuple[Axis, ...], peers: tuple[int, ...], transport: Transport

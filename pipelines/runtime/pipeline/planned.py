@@ -21,6 +21,7 @@ from ..comm.layouts import ParameterLayout
 from ..load import load_oneflow
 from ..parameters import whole_value
 from ..setting import Batch
+from ..shards import readable_weights
 from ..stage.model import PlannedModel, StageWeights, StoredWeight
 from ..stage.output import whole_output
 from ..stage.stage import Stage
@@ -133,6 +134,10 @@ class PlannedStages(SlotStages):
         stored = self._stages[stage].weights.stored
         return [next(trained) if weight.is_trained else self._frozen[stage][name] for name, weight in stored.items()]
 
+    def layouts(self, stage: int) -> dict[str, ParameterLayout]:
+        """Return the layouts of the weights that the ranks of a stage store, by name."""
+        return {name: weight.layout for name, weight in self._stages[stage].weights.stored.items()}
+
     def trace(self, measure: Measure | None) -> list[TracedSection]:
         """Run one slot forward and backward through each stage in turn, layer by layer, on the ranks of the first pipeline.
 
@@ -159,7 +164,12 @@ class PlannedStages(SlotStages):
     def _trace_stage(self, number: int, measure: Measure | None) -> list[TracedSection]:
         stage, x = self._stages[number], None
         compute = self._backend.compute
-        weights = [value.to(compute).detach().requires_grad_(True) for value in self.initial_values(number).values()]
+        values = self.initial_values(number)
+        weights = readable_weights(
+            [value.to(compute).detach().requires_grad_(True) for value in values.values()],
+            [stage.weights.stored[name].layout for name in values],
+            self._stepper,
+        )
         if stage.source is not None:
             block = self._holding.block(self._rank, number, is_leaving=False)
             shape = (len(block.rows), *self.boundaries[number - 1].row_shape[:-1], len(block.columns))
@@ -183,7 +193,7 @@ class PlannedStages(SlotStages):
                 whole = weight.layout.joined(self._initial_values)
                 # Trained weights have the master type, of which replicas make copies to compute with.
                 dtype = self._backend.master if are_trained else self._backend.compute
-                shards[name] = self._backend.tensor(weight.layout.take(whole, self._rank_in_worker), dtype)
+                shards[name] = self._backend.tensor(weight.layout.stored(whole, self._rank_in_worker), dtype)
         return shards
 
     # ---- Saving ------------------------------------------------------------------------------------------------------
@@ -200,7 +210,7 @@ class PlannedStages(SlotStages):
         for name, entry in kept.items():
             layout = self._stages[stage].weights.stored[name].layout
             for key, value in entry.items():
-                if value.shape == layout.local_shape():
+                if value.shape == entry["value"].shape:
                     parts = layout.parts(whole_value(layout, self._backend.tensor(value), self._stepper))
                 else:  # optimizer state that is not element-wise, such as a step count
                     parts = {source: value for source, _ in layout.sources}
@@ -217,7 +227,7 @@ class PlannedStages(SlotStages):
             for key, value in first.items():
                 if value.shape == first["value"].shape:
                     whole = weight.layout.joined({source: part[key] for source, part in parts.items()})
-                    shards[name][key] = weight.layout.take(whole, self._rank_in_worker)
+                    shards[name][key] = weight.layout.stored(whole, self._rank_in_worker)
         compute = self._backend.compute
         self._frozen[stage] = {n: self._backend.tensor(shards[n]["value"], compute) for n in self._frozen[stage]}
         replica.restore(shards)

@@ -20,9 +20,11 @@ from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.layerwork import layer_work, repeats_redistributions
 from autoddl.costmodel.precision import PRECISIONS, Precision
 from autoddl.costmodel.pricing import edge_steps
+from autoddl.costmodel.strategy import shard_axes
 from autoddl.costmodel.workload import Workload
 
 from ...communication import boundary_crossings
@@ -221,7 +223,8 @@ def gradient_sums(
     to_others = Sent()
     holders = _holders(graph, stages)
     # Bytes of one rank's gradients, by the stages that share the weights and the axes over which the gradients are summed.
-    vectors: dict[tuple[frozenset[int], tuple[Axis, ...]], float] = {}
+    vectors: dict[tuple[frozenset[int], tuple[Axis, ...], int, bool], float] = {}
+    places = plan.places(graph)
     for layer in plan.layers(graph):
         strategy = plan.strategies[layer.name]
         for parameter in layer.parameters:
@@ -233,16 +236,30 @@ def gradient_sums(
             if strategy.summa and len(parameter.shape) > 1:
                 axes, parts = (), strategy.num_devices
             shard = parameter.num_elements / parts * precision.communication_itemsize
-            vectors[frozenset(sharing), axes] = vectors.get((frozenset(sharing), axes), 0.0) + shard
+            # Vectors are not divided inside a training step.
+            zero = (
+                zero_of(layer, min(strategy.zero, 3 if len(parameter.shape) > 1 else 2), places[layer.name])
+                if axes
+                else 0
+            )
+            key = (frozenset(sharing), axes, zero, strategy.hybrid)
+            vectors[key] = vectors.get(key, 0.0) + shard
             to_others += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
     inside: list[Step] = []
-    for (_, axes), nbytes in vectors.items():
-        if num_replicas == 1:
-            inside += all_reduce_steps(axes, nbytes)
-            continue
-        # Scatter inside the stage, all-reduce each slice over the replicas, gather inside the stage.
+    for (_, axes, zero, hybrid), nbytes in vectors.items():
         num_slices = prod(axis.size for axis in axes)
-        inside += (*scatter_steps(axes, nbytes), *gather_steps(axes, nbytes))
+        if zero:
+            inner, outer = shard_axes(axes, hybrid) if zero > 1 else ((), axes)
+            part = nbytes / prod(axis.size for axis in inner)
+            inside += scatter_steps(outer, part)
+            inside += gather_steps(outer, part) if zero == 3 else gather_steps(axes, nbytes)
+        elif num_replicas == 1:
+            inside += all_reduce_steps(axes, nbytes)
+        else:
+            # Scatter inside the stage, all-reduce each slice over the replicas, gather inside the stage.
+            inside += (*scatter_steps(axes, nbytes), *gather_steps(axes, nbytes))
+        if num_replicas == 1:
+            continue
         to_others += _sent_by_stage([Step(Collective.ALL_REDUCE, Axis(num_replicas, 1), nbytes / num_slices)], plan)
     return tuple(inside), to_others
 

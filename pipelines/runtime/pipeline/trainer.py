@@ -126,7 +126,7 @@ class PipelineTrainer:
             self._stages = ChainStages(self.lowered, self.rank, stages, tensors, batch, backend)
         self._program = self.lowered.program(self.rank)
         self._replicas = {
-            (pipeline, stage): ReplicaWeights(self._stages.initial_values(stage), make_optimizer, backend)
+            (pipeline, stage): self._replica(stage, make_optimizer, backend)
             for pipeline, stage in self.lowered.schedule.stages_on(self._program.worker)
         }
         if isinstance(model, PlannedModel):
@@ -135,6 +135,13 @@ class PipelineTrainer:
             replica.keeps_gradients = keep_gradients
         self._work = ModelWork(self._program, self._stages, self._replicas, on_loss, self.scaler)
         self._owners = _owners(self.lowered, self._stages)
+
+    def _replica(self, stage: int, make_optimizer: OptimizerFactory, backend: Backend) -> ReplicaWeights:
+        """Return the weights of a stage on this rank."""
+        values = self._stages.initial_values(stage)
+        if not isinstance(self._stages, PlannedStages):
+            return ReplicaWeights(values, make_optimizer, backend)
+        return ReplicaWeights(values, make_optimizer, backend, self._stages.layouts(stage), self._stages.stepper)
 
     def run(self) -> RankReport:
         """Run the schedule once, on the micro-batches after those of earlier runs; all ranks call."""

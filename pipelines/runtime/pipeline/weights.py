@@ -7,6 +7,11 @@ than versions.
 
 Gradients are kept separately for each update, since backward passes of micro-batches of two updates may alternate.
 
+**Sharded weights** (ZeRO).  Of a weight that is divided among ranks, the optimizer owns this rank's shard.  What computations read
+is gathered when a version begins, for all weights that are divided along the same axes at once: the whole part of the rank, which
+accumulates whole gradients (``zero`` = 1), the whole part and a shard that accumulates gradients (2), or the shard alone, which
+every layer gathers (3).  With ``hybrid``, shards of gradients and of what is read are those inside a node.
+
 In mixed precision the optimizer owns master weights. The leaves of a version are copies in the compute type, with storage of their
 own, so an older version costs no further copy of the masters. Gradients have the compute type, too.
 """
@@ -19,7 +24,10 @@ from typing import Any
 import numpy as np
 
 from ..backend import HOST, Backend
+from ..comm.layouts import ParameterLayout
 from ..load import load_oneflow
+from ..shards import HeldWeight, gradient_shape, readable_weights
+from ..stepping import Ranks
 from ..updates import are_finite, step_masters
 from .checkpoint import Entry
 
@@ -73,6 +81,8 @@ class WeightVersions:
         parameters: The newest values: `LocalParameter` objects or, in exported files, global tensors (`StoredParameter`).
         make_optimizer: Called once with the parameters' tensors; not called if there are no parameters.
         backend: Device and types.
+        layouts: Layouts of the weights; None if none is divided.
+        ranks: The ranks of the stage; None if no weight is divided.
 
     Attributes:
         names: Names of the weights.
@@ -81,14 +91,26 @@ class WeightVersions:
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[Any], make_optimizer: OptimizerFactory, backend: Backend
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Any],
+        make_optimizer: OptimizerFactory,
+        backend: Backend,
+        layouts: Sequence[ParameterLayout] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.backend = backend
+        self._layouts: list[ParameterLayout | None] = (
+            [None] * len(names) if layouts is None else [each if each.zero else None for each in layouts]
+        )
+        self._ranks = ranks
         self.names = tuple(names)
         self.parameters = list(parameters)
         tensors = [parameter.tensor for parameter in self.parameters]
         self.optimizer = make_optimizer(tensors) if tensors else None
-        self._versions: dict[int, list[Tensor]] = {}
+        self._versions: dict[int, list[Any]] = {}
+        # What computations read of the present values, if some weight is divided: it is gathered once per update.
+        self._present: list[Any] | None = None
         self._gradients: dict[int, list[Tensor | None]] = {}
 
     @property
@@ -98,11 +120,16 @@ class WeightVersions:
 
     def begin(self) -> None:
         """Begin a run of the schedule: the present values become version 0."""
-        self._versions = {0: self._leaves()}
+        self._versions = {0: self._leaves() if self._present is None else self._present}
         self._gradients = {}
 
-    def version(self, number: int) -> list[Tensor]:
-        """Return the autograd leaves through which computations read a version, in the order of ``names``."""
+    def renew(self) -> None:
+        """Gather divided weights, after the parameters were changed otherwise than by `update`; all ranks of the stage call."""
+        is_divided = any(layout is not None for layout in self._layouts)
+        self._present = self._leaves() if is_divided else None
+
+    def version(self, number: int) -> list[Any]:
+        """Return what computations read of a version, in the order of ``names``: autograd leaves, or `HeldWeight` objects."""
         return self._versions[number]
 
     def collect(self, number: int, update: int) -> Tensor | None:
@@ -113,7 +140,8 @@ class WeightVersions:
             has a gradient.
         """
         sums = self._gradients.setdefault(update, [None] * len(self.parameters))
-        for i, leaf in enumerate(self._versions[number]):
+        for i, weight in enumerate(self._versions[number]):
+            leaf = weight.shard if isinstance(weight, HeldWeight) else weight
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
                 sums[i] = gradient if sums[i] is None else sums[i].add_(gradient)  # type: ignore[union-attr]
@@ -124,16 +152,22 @@ class WeightVersions:
 
         Weights without a gradient contribute zeros. The result is None if ``names`` is empty.
         """
-        if not names:
+        gradients = self.gradients(update, names)
+        if not gradients:
             return None
+        return flow.cat([gradient.reshape(-1) for gradient in gradients], dim=0).to(self.backend.communication)
+
+    def gradients(self, update: int, names: Sequence[str]) -> list[Tensor]:
+        """Return this rank's gradient sums of some weights for an update; zeros of weights without a gradient."""
         sums = self._gradients.get(update, [None] * len(self.parameters))
-        vectors = []
+        gradients = []
         for index in map(self.names.index, names):
-            gradient = sums[index]
+            gradient, layout = sums[index], self._layouts[index]
             if gradient is None:
-                gradient = flow.zeros_like(self.parameters[index].local(), dtype=self.backend.compute)
-            vectors.append(gradient.reshape(-1))
-        return flow.cat(vectors, dim=0).to(self.backend.communication)
+                shape = self.parameters[index].local().shape if layout is None else gradient_shape(layout)
+                gradient = flow.zeros(*shape, dtype=self.backend.compute, device=self.backend.device)
+            gradients.append(gradient)
+        return gradients
 
     def set_gradient(self, update: int, names: Sequence[str], vector: Tensor) -> None:
         """Replace this rank's gradient sums of some weights by those over all ranks, given as one vector (see `gradient`)."""
@@ -174,7 +208,10 @@ class WeightVersions:
                 self.optimizer.step()
                 for parameter in self.parameters:
                     parameter.set_gradient(None)
-        self._versions[number + 1] = self._leaves()
+        leaves = self._leaves()
+        self._versions[number + 1] = leaves
+        if self._present is not None:
+            self._present = leaves
 
     def _before_step(self, update: int, gradients: Sequence[Tensor | None], scale: float) -> None:
         """Called before each optimizer step with its gradients, times ``scale``; subclasses may copy them."""
@@ -183,27 +220,36 @@ class WeightVersions:
         """Free a version that no computation reads any more."""
         del self._versions[number]
 
-    def _leaves(self) -> list[Tensor]:
-        return [parameter.new_leaf() for parameter in self.parameters]
+    def _leaves(self) -> list[Any]:
+        return readable_weights([parameter.new_leaf() for parameter in self.parameters], self._layouts, self._ranks)
 
 
 class ReplicaWeights(WeightVersions):
     """The weights of one (pipeline, stage) on this rank as local tensors, which can be saved and restored.
 
     Args:
-        values: Initial values by name; copied.
-        make_optimizer: As for `WeightVersions`.
-        backend: Device and types.
+        values: Initial values by name; copied. Of a divided weight this rank's shard.
+        make_optimizer, backend, ranks: As for `WeightVersions`.
+        layouts: Layouts of the weights by name; None if none is divided.
 
     Attributes:
         keeps_gradients: Whether the gradients of every update of a run are kept for `kept_gradients`.
     """
 
-    def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory, backend: Backend = HOST) -> None:
+    def __init__(
+        self,
+        values: dict[str, Tensor],
+        make_optimizer: OptimizerFactory,
+        backend: Backend = HOST,
+        layouts: Mapping[str, ParameterLayout] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         parameters = [LocalParameter(value, backend) for value in values.values()]
-        super().__init__(tuple(values), parameters, make_optimizer, backend)
+        of_values = None if layouts is None else [layouts[name] for name in values]
+        super().__init__(tuple(values), parameters, make_optimizer, backend, of_values, ranks)
         self.keeps_gradients = False
         self._kept_gradients: dict[int, list[Tensor | None]] = {}  # by update
+        self.renew()
 
     def begin(self) -> None:
         super().begin()
@@ -259,3 +305,4 @@ class ReplicaWeights(WeightVersions):
                 for key, value in entry.items()
             }
         self.optimizer.load_state_dict(saved)
+        self.renew()

@@ -175,6 +175,8 @@ def _new_weight(
             f"{layer.describe()}: {frozen[0]} is frozen (requires_grad is False), and stored in one tensor with others that are "
             "not; freeze all of them or none"
         )
+    if frozen:
+        layout = replace(layout, zero=0)
     return StoredWeight(layout, layer.name, stages.pop(), not frozen)
 
 

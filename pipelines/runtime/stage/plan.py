@@ -7,13 +7,16 @@ layout, it is redistributed there, as between any two layers of a plan.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph, Place, places_of
+from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
 
 __all__ = [
     "StagePlan",
@@ -21,6 +24,7 @@ __all__ = [
     "check_stages",
     "entry_strategy",
     "source_layer",
+    "stage_plan",
     "stored_rows",
     "strategies_of",
 ]
@@ -62,6 +66,30 @@ class StagePlan:
         layers = self.layers(graph)
         edges = [edge for edge in graph.edges if edge[1] in self.strategies]
         return dict(zip((layer.name for layer in layers), places_of(layers, edges, graph, self.recompute)))
+
+
+def stage_plan(
+    graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload, entry: Strategy | None = None
+) -> StagePlan:
+    """Return the plan of a stage, whose strategies contain what the workload says of all layers.
+
+    Args:
+        graph: Layer graph of the model.
+        strategies: Strategies of the stage's layers, by layer name.
+        workload: Recomputation and attention of the stage, and the stage of ZeRO that all layers have at least.
+        entry: See `StagePlan`.
+    """
+    plan = StagePlan(strategies, workload.recompute, entry, workload.attention)
+    if not workload.zero:
+        return plan
+    places = plan.places(graph)
+    divided = {
+        name: strategy
+        if strategy.summa or strategy.p0 == 1 or not graph[name].num_parameters
+        else dataclasses.replace(strategy, zero=zero_of(graph[name], max(strategy.zero, workload.zero), places[name]))
+        for name, strategy in strategies.items()
+    }
+    return dataclasses.replace(plan, strategies=divided)
 
 
 def check_stages(graph: LayerGraph, stages: Sequence[StagePlan]) -> None:

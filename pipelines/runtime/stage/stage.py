@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..feeding import feeds_of, inputs_of
 from ..layers import Body, build_body
 from ..operations import checkpoint
 from ..setting import Batch, LayerSetting
+from ..shards import attach_weights
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
@@ -113,6 +114,8 @@ class Stage:
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
         self.layers = tuple(self._ready(layer) for layer in plan.layers(graph))
         self._sections = self._divided()
+        # The mesh axes that divide the gradients of each layer's held weights.
+        self._held_axes = {weight.layer: weight.layout.inner for weight in self.weights.stored.values()}
 
     def _divided(self) -> tuple[_Section, ...]:
         """Divide the layers into sections: each block that is recomputed is one, and so is every other layer.
@@ -143,8 +146,14 @@ class Stage:
 
     def _ready(self, layer: Layer) -> ReadyLayer:
         strategy, graph = self._strategies[layer.name], self._model.graph
+        stored = list(self.weights.stored.values())
+        if not all(stored[position].is_trained for position in self.weights.positions[layer.name]):
+            strategy = replace(strategy, zero=0, hybrid=False)  # frozen weights are not divided
         recompute = is_recomputed_alone(kind_of(layer.kind), self._places[layer.name], self._recompute)
-        setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, recompute, self._attention)
+        is_in_block = self._is_in_recomputed_block(layer)
+        setting = LayerSetting(
+            graph, layer, strategy, self.stepper, self._model.module, recompute, self._attention, is_in_block
+        )
         check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
         return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), positions)
@@ -169,7 +178,8 @@ class Stage:
 
         Args:
             x: This rank's part of the previous stage's output; None in the first stage.
-            weights: This rank's weight shards, in the order of `StageWeights.stored`.
+            weights: What this rank computes with of each weight, in the order of `StageWeights.stored`: its part, its shard of the
+                part, or a `HeldWeight`.
             batch: The micro-batch; see `batch`.
         """
         values = {} if self.source is None else {self.source: x}
@@ -208,8 +218,17 @@ class Stage:
                 values[ready.name] = self._run_alone(ready, arriving, own, batch)
             return values[section.output]
 
-        tensors = (*inputs, *(weights[position] for position in positions))
+        tensors = (*inputs, *self._attached(section, weights, positions))
         return checkpoint(compute, *tensors) if section.is_recomputed else compute(*tensors)
+
+    def _attached(self, section: _Section, weights: Sequence[Any], positions: Sequence[int]) -> list[Tensor]:
+        """Return the weights of a section at the given positions, as tensors to compute with."""
+        tensors: dict[int, Tensor] = {}
+        for ready in section.layers:
+            own = [position for position in ready.weight_positions if position not in tensors]
+            axes = self._held_axes.get(ready.name, ())
+            tensors.update(zip(own, attach_weights([weights[position] for position in own], axes, self.stepper)))
+        return [tensors[position] for position in positions]
 
     def _run_alone(
         self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Mapping[int, Tensor], batch: Batch

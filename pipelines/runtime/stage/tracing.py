@@ -15,11 +15,13 @@ from typing import Any
 from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 
+from ..comm.layouts import ParameterLayout
 from ..detaching import detached
 from ..load import load_oneflow
 from ..parameters import sum_gradients
 from ..ranks.wire import Traffic
 from ..setting import Batch
+from ..shards import HeldWeight, readable_weights, update_shards
 from .stage import Stage
 
 flow = load_oneflow()
@@ -98,18 +100,29 @@ class StageTracer:
         Returns:
             This rank's part of the sums, by the names of the stored weights that have a gradient.
         """
-        groups: dict[tuple[str, tuple[Axis, ...]], dict[str, Tensor]] = {}
-        for (name, weight), leaf in zip(self._stage.weights.stored.items(), self._weights):
+        groups: dict[tuple[str, tuple[Axis, ...], int], dict[str, Tensor]] = {}
+        for (name, weight), held in zip(self._stage.weights.stored.items(), self._weights):
+            leaf = held.shard if isinstance(held, HeldWeight) else held
             if leaf.grad is not None:
-                groups.setdefault((weight.layer, weight.layout.reduced), {})[name] = leaf.grad
+                groups.setdefault((weight.layer, weight.layout.reduced, weight.layout.zero), {})[name] = leaf.grad
                 leaf.grad = None
         sums: dict[str, Tensor] = {}
         with flow.no_grad():
-            for (layer, axes), gradients in groups.items():
+            for (layer, axes, _), gradients in groups.items():
                 values = list(gradients.values())
                 if axes:
-                    values = self.section(layer, "gradient", sum_gradients, values, axes, self._stage.stepper)
+                    layouts = [self._stage.weights.stored[name].layout for name in gradients]
+                    values = self.section(layer, "gradient", self._summed, values, layouts)
                 sums.update(zip(gradients, values))
+        return sums
+
+    def _summed(self, gradients: Sequence[Tensor], layouts: Sequence[ParameterLayout]) -> list[Tensor]:
+        """Return this rank's sums of the gradients of a layer's weights; gather divided weights as after their update."""
+        ranks, zero = self._stage.stepper, layouts[0].zero
+        if not zero:
+            return sum_gradients(gradients, layouts[0].reduced, ranks)
+        sums = update_shards(gradients, layouts, ranks)
+        readable_weights(sums, layouts, ranks)
         return sums
 
     def section(self, layer: str, phase: str, function: Callable[..., Any], *arguments: Any) -> Any:

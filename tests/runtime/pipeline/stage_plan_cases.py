@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies
+from autoddl.costmodel.graph import Layer, LayerGraph, places_of
+from autoddl.costmodel.strategy import Choices, Strategy, enumerate_strategies, transposed
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.zoo.transformers import Transformer
 
@@ -39,12 +39,45 @@ def strategy_of(p0: int, p1: int, p2: int) -> Strategy:
     return Strategy(((p0, p1, p2),))
 
 
-def random_plan(layers: Sequence[Layer], num_ranks: int, rows: int, rng: random.Random, **options: Any) -> StagePlan:
-    """A random strategy for each layer, among those whose p0 divides ``rows``."""
-    strategies = {}
+#: All divisions of parameters and gathered inputs.
+ALL_CHOICES = Choices((0, 1, 2, 3), regathers=True)
+
+
+def random_plan(
+    layers: Sequence[Layer],
+    num_ranks: int | tuple[int, ...],
+    rows: int,
+    rng: random.Random,
+    divided_in: LayerGraph | None = None,
+    **options: Any,
+) -> StagePlan:
+    """A random strategy for each layer, among those whose p0 divides ``rows``.
+
+    Args:
+        layers: The layers of the stage.
+        num_ranks: Number of ranks, or that of each network level.
+        rows: Samples.
+        rng: Draws.
+        divided_in: The whole graph, if parameters are to be divided and inputs gathered again (`ALL_CHOICES`).
+        options: Of the plan.
+    """
+    sizes = num_ranks if isinstance(num_ranks, tuple) else (num_ranks,)
+    strategies: dict[str, Strategy] = {}
     for layer in layers:
-        fitting = [strategy for strategy in enumerate_strategies(layer, (num_ranks,)) if rows % strategy.p0 == 0]
-        strategies[layer.name] = rng.choice(fitting)
+        if divided_in is None:
+            offered = list(enumerate_strategies(layer, sizes))
+        else:
+            edges = [edge for edge in divided_in.edges if {*edge} <= {one.name for one in layers}]
+            places = dict(zip(layers, places_of(layers, edges, divided_in, "none")))
+            offered = list(enumerate_strategies(layer, sizes, choices=ALL_CHOICES, place=places[layer]))
+            # Of each division of the layer all ways are equally likely; most of them should divide samples.
+            offered = [strategy for strategy in offered if strategy.p0 > 1 or not layer.num_parameters] or offered
+        strategies[layer.name] = rng.choice([strategy for strategy in offered if rows % strategy.p0 == 0])
+    for layer in layers:
+        for parameter in layer.parameters:
+            if divided_in is not None and parameter.tied_to in strategies:
+                owner = strategies[parameter.tied_to]
+                strategies[layer.name] = transposed(owner) if layer.kind == "linear" else owner
     return StagePlan(strategies, **options)
 
 
