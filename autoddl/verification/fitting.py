@@ -219,12 +219,11 @@ def _remaining_model(
         UserError: If the layers of the other stages are not whole blocks of a built-in transformer.
     """
     stage_of = {name: number for number, stage in enumerate(stages) for name in stage.strategies}
+    strategies = {name: strategy for stage in stages for name, strategy in stage.strategies.items()}
     if len(workers.stages) == len(stages):
-        return plan.graph, plan.strategies, built_in, stage_of
+        return plan.graph, strategies, built_in, stage_of
     constraints = PipelineConstraints(stage_of, _entries(stages, range(len(stages))), num_ranks)
-    smaller = built_in and without_stages(
-        plan.graph, plan.strategies, plan.workload, built_in, constraints, workers.stages
-    )
+    smaller = built_in and without_stages(plan.graph, strategies, plan.workload, built_in, constraints, workers.stages)
     if not smaller:
         reason = "a stage can be removed only if it consists of whole blocks of a built-in transformer"
         raise _cannot_fit(plan, num_ranks, reason)

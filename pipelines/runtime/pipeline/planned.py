@@ -85,6 +85,7 @@ class PlannedStages(SlotStages):
         self._stages = {stage: Stage(model, stage, weights, self._stepper) for stage in own_stages}
         self._initial_values = values_of(model.module, Stepper(flow.env.get_world_size(), HOST))
         self._frozen = {stage: self._initial_shards(stage, are_trained=False) for stage in own_stages}
+        self._are_divided = [any(w.layout.zero for w in _trained_weights(stage_weights)) for stage_weights in weights]
         self._shapes = [stage_weights.shapes() for stage_weights in weights]
         sums = GradientSums(
             self._stepper,
@@ -155,6 +156,8 @@ class PlannedStages(SlotStages):
             if worker == self._worker:
                 sections += self._trace_stage(number, measure)
                 continue
+            if measure is not None and self._are_divided[number]:
+                measure(lambda: None)
             for phase, order in (("forward", names), ("backward", names[::-1])):
                 for name in order:
                     traffic = None if measure is None else measure(lambda: None)[1]
@@ -165,11 +168,14 @@ class PlannedStages(SlotStages):
         stage, x = self._stages[number], None
         compute = self._backend.compute
         values = self.initial_values(number)
-        weights = readable_weights(
-            [value.to(compute).detach().requires_grad_(True) for value in values.values()],
-            [stage.weights.stored[name].layout for name in values],
-            self._stepper,
-        )
+        leaves = [value.to(compute).detach().requires_grad_(True) for value in values.values()]
+        layouts = [stage.weights.stored[name].layout for name in values]
+
+        def gather() -> list[Any]:
+            return readable_weights(leaves, layouts, self._stepper)
+
+        # What divided weights send to be gathered belongs to no section.
+        weights = measure(gather)[0] if measure is not None and self._are_divided[number] else gather()
         if stage.source is not None:
             block = self._holding.block(self._rank, number, is_leaving=False)
             shape = (len(block.rows), *self.boundaries[number - 1].row_shape[:-1], len(block.columns))
