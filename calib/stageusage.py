@@ -24,7 +24,7 @@ import numpy as np
 from autoddl.costmodel.cluster import LEVEL_NAMES
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.critical import critical_path
-from autoddl.pipelines.joint.boundary import own_gradient_bytes, replicated_all_reduce_steps, shared_steps
+from autoddl.pipelines.joint.boundary import divided_steps, replicated_all_reduce_steps, shared_steps
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.schedule import Kind
 
@@ -149,9 +149,8 @@ def _add_stage(usage: UsageSum, evaluation: Evaluation, number: int, counts: _Co
         usage.add_work(layer.work.update_work, counts.update[number])
         steps_in_stage = layer.work.gradient
         if len(workers) > 1:
-            nbytes = own_gradient_bytes(layer, configuration.workload)
             steps_between_workers, steps_in_stage = replicated_all_reduce_steps(
-                layer.layer, layer.strategy, len(workers), nbytes
+                layer.layer, layer.strategy, len(workers), layer.work.gradient_bytes, divided_steps(layer.work)
             )
             _add_steps_between(usage, evaluation, steps_between_workers, workers, reduced)
         usage.add_steps(steps_in_stage, names, reduced)

@@ -76,6 +76,8 @@ class LayerWork:
             sum over all layers is that of one block.
         buffer_bytes: bytes that exist only while the layer runs.
         overlaps: whether the communication of the passes runs under the products of the layer.
+        gradient_bytes: bytes of the gradients of a device's part of the parameters, before they are divided.
+        zero: what the devices with the same parameters divide, 0 to 3.
     """
 
     forward: tuple[Step, ...]
@@ -90,6 +92,8 @@ class LayerWork:
     recomputed_bytes: Number
     buffer_bytes: Number
     overlaps: bool = False
+    gradient_bytes: Number = 0.0
+    zero: int = 0
 
 
 def layer_work(
@@ -139,6 +143,8 @@ def layer_work(
         update_work=elementwise(own * workload.update_bytes_per_parameter / shares.num_updating),
         parameter_bytes=shares.parameter_bytes,
         state_bytes=shares.state_bytes,
+        gradient_bytes=own * workload.gradient_itemsize,
+        zero=shares.zero,
     )
 
 
@@ -153,6 +159,7 @@ class _Shares:
         state_bytes: bytes of parameters, gradients and optimizer states.
         buffer_bytes: bytes that exist only while the layer runs.
         num_updating: number of devices that divide the update.
+        zero: what they divide, 0 to 3.
     """
 
     forward: tuple[Step, ...]
@@ -162,6 +169,7 @@ class _Shares:
     state_bytes: Number
     buffer_bytes: Number
     num_updating: Number
+    zero: int = 0
 
 
 def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomputed: bool, is_in_block: bool) -> _Shares:
@@ -180,7 +188,7 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
     p0 = quantities.p0
     if zero == 1:
         gradient = (*scatter_steps(axes, gradients), *gather_steps(axes, weights))
-        return _Shares((), (), gradient, weights, weights + gradients + states / p0, 0.0, p0)
+        return _Shares((), (), gradient, weights, weights + gradients + states / p0, 0.0, p0, zero)
     inner, outer = strategy.shard_axes(kind.is_lookup)
     ranks: Number = 1
     for axis in inner:
@@ -212,6 +220,7 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
         + (divided / place.repetitions if is_in_block else 0.0),
         buffer_bytes=gradients + divided,
         num_updating=p0,
+        zero=zero,
     )
 
 

@@ -42,8 +42,8 @@ __all__ = [
     "BoundaryLoad",
     "PricedLayer",
     "boundary_of",
+    "divided_steps",
     "least_crossing_s",
-    "own_gradient_bytes",
     "replicated_all_reduce_s",
     "replicated_all_reduce_steps",
     "shared_steps",
@@ -100,13 +100,14 @@ class PricedLayer(Protocol):
     def work(self) -> LayerWork: ...
 
 
-def own_gradient_bytes(layer: PricedLayer, workload: Workload) -> float:
-    """Return the bytes of a layer's gradients on one device."""
-    return layer.work.parameter_bytes / workload.itemsize * workload.gradient_itemsize
-
-
 def replicated_all_reduce_s(
-    layer: Layer, strategy: Strategy, num_workers: int, link: Link, devices: Cluster, nbytes: float
+    layer: Layer,
+    strategy: Strategy,
+    num_workers: int,
+    link: Link,
+    devices: Cluster,
+    nbytes: float,
+    divided: Sequence[Step] | None = None,
 ) -> float:
     """Return the seconds of a gradient all-reduce over the data-parallel axes inside each worker and over several workers.
 
@@ -117,13 +118,14 @@ def replicated_all_reduce_s(
         link: The link that joins the workers.
         devices: The devices of one worker.
         nbytes: Bytes of the layer's gradients on each device.
+        divided: The steps inside a worker if its devices divide states (ZeRO); None if they do not.
     """
-    between, inside = replicated_all_reduce_steps(layer, strategy, num_workers, nbytes)
+    between, inside = replicated_all_reduce_steps(layer, strategy, num_workers, nbytes, divided)
     return sum(link.time(step) for step in between) + sum(devices.time(step) for step in inside)
 
 
 def replicated_all_reduce_steps(
-    layer: Layer, strategy: Strategy, num_workers: int, nbytes: float
+    layer: Layer, strategy: Strategy, num_workers: int, nbytes: float, divided: Sequence[Step] | None = None
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Return the steps of :func:`replicated_all_reduce_s`: (steps between the workers, steps inside each worker)."""
     if not nbytes:
@@ -133,9 +135,16 @@ def replicated_all_reduce_steps(
     between = (Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices),)
     if slices == 1:
         return between, ()
+    if divided is not None:
+        return between, tuple(divided)
     # Reduce-scatter and all-gather inside each worker: an all-reduce over one more, outermost axis, without its middle step.
     steps = all_reduce_steps((Axis(num_workers, 1), *axes), nbytes)
     return between, tuple(step for step in steps if step.collective is not Collective.ALL_REDUCE)
+
+
+def divided_steps(work: LayerWork) -> tuple[Step, ...] | None:
+    """Return the steps of a layer's gradients if its devices divide states (ZeRO), else None."""
+    return work.gradient if work.zero else None
 
 
 def shared_steps(
@@ -163,7 +172,7 @@ def shared_steps(
             workers = (schedule.placement[0][s], schedule.placement[0][other])
             if workers[0] == workers[1]:
                 continue
-            nbytes = max(own_gradient_bytes(figures[name], workload) for name in (here, there))
+            nbytes = max(figures[name].work.gradient_bytes for name in (here, there))
             yield s, workers, Step(Collective.ALL_REDUCE, Axis(2, 1), nbytes)
 
 

@@ -88,6 +88,11 @@ class PipelineSchedule:
         """Whether each backward pass takes half a micro-batch (Chimera's backward halving)."""
         return dict(self.options).get("concatenation") == "halving"
 
+    @property
+    def runs_whole_passes(self) -> bool:
+        """Whether each micro-batch has one backward pass, so that dividing gradients in every pass (ZeRO 2 and 3) is offered."""
+        return not (self.splits_backward or self.halves_backwards)
+
     def backward_passes(self, stage: int) -> int:
         """Number of autograd passes through a stage per micro-batch.
 

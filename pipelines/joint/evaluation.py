@@ -25,6 +25,7 @@ from typing import Protocol
 
 from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.overlap import exposed_s
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -38,7 +39,7 @@ from ..times import Times
 from .boundary import (
     Boundary,
     boundary_of,
-    own_gradient_bytes,
+    divided_steps,
     replicated_all_reduce_s,
     replicated_all_reduce_steps,
     shared_steps,
@@ -315,7 +316,7 @@ class Evaluation:
 
     def _sent_bytes(self, worker: int) -> float:
         """Bytes that each device of a worker sends per step."""
-        configuration, workload = self.configuration, self.configuration.workload
+        configuration = self.configuration
         total, devices = 0.0, configuration.mesh.mesh_of(worker).num_devices
         for pipeline, stage in self.schedule.stages_on(worker):
             figures, count = self.stages[stage], self.micro_batches_of(worker, stage, pipeline)
@@ -328,8 +329,9 @@ class Evaluation:
                 if replicas == 1:
                     total += alone
                 else:
-                    nbytes = own_gradient_bytes(layer, workload)
-                    between, inside = replicated_all_reduce_steps(layer.layer, layer.strategy, replicas, nbytes)
+                    between, inside = replicated_all_reduce_steps(
+                        layer.layer, layer.strategy, replicas, layer.work.gradient_bytes, divided_steps(layer.work)
+                    )
                     total += sum(step.sent_bytes for step in (*between, *inside))
                 if figures.recompute_s:
                     total += count * sum(step.sent_bytes for step in layer.forward_steps)
@@ -373,6 +375,8 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     mesh, workload, choices = configuration.mesh, configuration.workload, configuration.stages
     graphs = [chain.stage(*bounds) for bounds in configuration.bounds]
     assessments = _assessments(configuration, cluster, graphs)
+    if not configuration.schedule.runs_whole_passes:
+        _check_shardings(configuration, assessments)
     # The schedule, and the transfers between neighbouring stages.
     recomputing = tuple(choice.recompute == "stage" for choice in choices)
     schedule = _schedule_of(configuration, recomputing)
@@ -430,6 +434,21 @@ def _schedule_of(configuration: Configuration, recomputing: tuple[bool, ...]) ->
     return single_stage_schedule(
         configuration.schedule.num_micro_batches, configuration.mesh_of(0).num_devices, recomputing[0]
     )
+
+
+def _check_shardings(configuration: Configuration, assessments: Sequence[Assessment]) -> None:
+    """Check that no gradients are divided in every backward pass, if a schedule has several of them for a micro-batch.
+
+    Raises:
+        UserError: they are; the layer is named.
+    """
+    for assessment in assessments:
+        for layer in assessment.layers:
+            if layer.work.zero > 1:
+                raise UserError(
+                    f"{layer.layer.name} has zero={layer.work.zero}, which schedule {configuration.schedule.label} does not "
+                    "execute: it splits or halves backward passes; at most zero=1 is possible"
+                )
 
 
 def evaluate_unpipelined(
@@ -569,7 +588,13 @@ def _all_reduce_s(
     link, devices = mesh.link_between(cluster, workers), mesh.mesh_of(workers[0]).devices(cluster)
     return sum(
         replicated_all_reduce_s(
-            layer.layer, layer.strategy, len(workers), link, devices, own_gradient_bytes(layer, workload)
+            layer.layer,
+            layer.strategy,
+            len(workers),
+            link,
+            devices,
+            layer.work.gradient_bytes,
+            divided_steps(layer.work),
         )
         for layer in layers
     )

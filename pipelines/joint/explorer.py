@@ -179,7 +179,8 @@ class Explorer:
             for size in divisors(self.workload.batch) if micro_batch is None else [micro_batch]:
                 for spec in schedules(depth, self.workload.batch // size, self.chain.num_units, stale, equal):
                     setting = Setting(mesh, spec, size)
-                    if setting.smallest_pass and allowed(spec):
+                    is_executed = self.workload.zero < 2 or spec.runs_whole_passes
+                    if setting.smallest_pass and is_executed and allowed(spec):
                         yield setting
 
     def memory_demand(self, spec: PipelineSchedule) -> MemoryDemand | None:
@@ -264,15 +265,17 @@ class Explorer:
         """Per stage, the samples of its passes and the workers that hold its weights."""
         spec = setting.schedule
         if spec.num_pipelines == 1:
-            return (Passes(setting.micro_batch, setting.smallest_pass, Replicas()),) * spec.num_stages
-        key = (setting.mesh, spec.num_pipelines)
+            alone = Replicas(runs_whole_passes=spec.runs_whole_passes)
+            return (Passes(setting.micro_batch, setting.smallest_pass, alone),) * spec.num_stages
+        key = (setting.mesh, spec.num_pipelines, spec.runs_whole_passes)
         if key not in self._replicas:
             holders: list[list[int]] = [[] for _ in range(spec.num_stages)]
             for worker, stages in enumerate(homes(spec.num_workers, spec.groups, spec.num_pipelines)):
                 for _, stage in stages:
                     holders[stage].append(worker)
             self._replicas[key] = tuple(
-                Replicas(len(workers), setting.mesh.share_nodes(self.cluster, tuple(workers))) for workers in holders
+                Replicas(len(workers), setting.mesh.share_nodes(self.cluster, tuple(workers)), spec.runs_whole_passes)
+                for workers in holders
             )
         return tuple(Passes(setting.micro_batch, setting.smallest_pass, replicas) for replicas in self._replicas[key])
 

@@ -17,6 +17,7 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
+from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Phases, Variable
@@ -48,10 +49,12 @@ class Replicas:
     Attributes:
         count: Number of workers.
         share_nodes: Whether they are in the same nodes.
+        runs_whole_passes: Whether each micro-batch has one backward pass; otherwise ``zero`` is at most 1.
     """
 
     count: int = 1
     share_nodes: bool = True
+    runs_whole_passes: bool = True
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class StageTables:
         self.pricing = pricing or Pricing()
         self.devices = mesh.devices(cluster)
         self._graphs: dict[Shape, StageGraph] = {}
-        self._books: dict[tuple[Shape, str], PriceBook] = {}
+        self._books: dict[tuple[Shape, str, Choices], PriceBook] = {}
         self._tables: dict[tuple[Shape, str, int, int, Replicas], StageTable | None] = {}
         self._all_reduce_s: dict[object, np.ndarray] = {}
         self._members: dict[int, tuple[Baseline, ...]] = {}
@@ -147,9 +150,11 @@ class StageTables:
     @cached_property
     def _seed(self) -> PriceBook:
         """The price book whose prices all other books share."""
-        return self._make_book(self.graph(0, 1), "none", None)
+        return self._make_book(self.graph(0, 1), "none", None, self.pricing.choices)
 
-    def _make_book(self, stage: StageGraph, recompute: str, share_with: PriceBook | None) -> PriceBook:
+    def _make_book(
+        self, stage: StageGraph, recompute: str, share_with: PriceBook | None, choices: Choices
+    ) -> PriceBook:
         workload = replace(self.workload, recompute=recomputed_inside(recompute))
         offered = None
         if self.pricing.names:
@@ -165,7 +170,7 @@ class StageTables:
             pricing.summa,
             share_with,
             offered,
-            choices=pricing.choices,
+            choices=choices,
         )
 
     def members(self, stage: StageGraph) -> tuple[Baseline, ...]:
@@ -185,19 +190,23 @@ class StageTables:
             self._graphs[shape] = self.chain.stage(first, stop)
         return self._graphs[shape]
 
-    def book(self, first: int, stop: int, recompute: str) -> PriceBook:
+    def book(self, first: int, stop: int, recompute: str, runs_whole_passes: bool = True) -> PriceBook:
         """The prices of a stage.
 
         Args:
             first, stop: The stage has the units ``first`` to ``stop - 1``.
             recompute: Way of recomputation, one of :data:`.configuration.RECOMPUTATIONS`.
+            runs_whole_passes: As of :class:`Replicas`.
 
         Raises:
             UserError: a layer has no strategy on these devices.
         """
-        key = (self.chain.shape(first, stop), recomputed_inside(recompute))
+        choices = self.pricing.choices
+        if not runs_whole_passes:
+            choices = replace(choices, shardings=tuple(zero for zero in choices.shardings if zero < 2))
+        key = (self.chain.shape(first, stop), recomputed_inside(recompute), choices)
         if key not in self._books:
-            self._books[key] = self._make_book(self.graph(first, stop), recompute, self._seed)
+            self._books[key] = self._make_book(self.graph(first, stop), recompute, self._seed, choices)
         return self._books[key]
 
     def table(
@@ -221,13 +230,17 @@ class StageTables:
     ) -> StageTable | None:
         stage = self.graph(first, stop)
         try:
-            phases = self.book(first, stop, recompute).phases(micro_batch, self.pricing.objective, part)
+            book = self.book(first, stop, recompute, replicas.runs_whole_passes)
+            phases = book.phases(micro_batch, self.pricing.objective, part)
         except UserError:
             return None
         # The vectors of all options.  The entry stands for the tensor that arrives: it costs nothing and keeps nothing.
         gradient = phases.gradient
         if replicas.count > 1:
-            gradient = tuple(self.replicated(stage, variable, replicas) for variable in phases.variables)
+            gradient = tuple(
+                self.replicated(stage, variable, replicas, alone)
+                for variable, alone in zip(phases.variables, phases.gradient)
+            )
         exposed = self.workload.exposed_gradient_part
         once = tuple(exposed * reduce_s + update_s for reduce_s, update_s in zip(gradient, phases.update))
         components = zip(phases.forward, phases.backward, once, phases.state, phases.kept, phases.recomputed)
@@ -268,10 +281,27 @@ class StageTables:
             columns.append(nbytes)
         return columns
 
-    def replicated(self, stage: StageGraph, variable: Variable, replicas: Replicas) -> np.ndarray:
+    def replicated(self, stage: StageGraph, variable: Variable, replicas: Replicas, alone: np.ndarray) -> np.ndarray:
         """Seconds per step of the gradient all-reduces of a variable's layers, inside a worker and over all workers that hold the
-        stage; shape (options,)."""
-        total = np.zeros(len(variable.options))
+        stage; shape (options,).
+
+        Args:
+            stage: The stage.
+            variable: A variable of the stage.
+            replicas: The workers that hold it.
+            alone: The seconds if one worker held it; of options that divide states they are the seconds inside each worker.
+        """
+        first = stage.graph[variable.layers[0]]
+        floor = self.workload.zero
+        is_divided = np.array(
+            [
+                not s.summa
+                and s.p0 > 1
+                and zero_of(first, max(s.zero, floor), stage.graph.place(first.name, "none")) > 0
+                for s in variable.options
+            ]
+        )
+        total = np.where(is_divided, alone, 0.0)
         for name in variable.layers:
             layer = stage.graph[name]
             key = (layer.signature(), name in variable.swapped, variable.option_set, replicas)
@@ -281,8 +311,10 @@ class StageTables:
                 nbytes = gradient_bytes(layer, options, self.workload)
                 self._all_reduce_s[key] = np.array(
                     [
-                        replicated_all_reduce_s(layer, strategy, replicas.count, link, self.devices, gradient)
-                        for strategy, gradient in zip(options, nbytes.tolist())
+                        replicated_all_reduce_s(
+                            layer, strategy, replicas.count, link, self.devices, gradient, () if divided else None
+                        )
+                        for strategy, gradient, divided in zip(options, nbytes.tolist(), is_divided.tolist())
                     ]
                 )
             total = total + self._all_reduce_s[key]

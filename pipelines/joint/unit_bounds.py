@@ -115,14 +115,18 @@ class UnitBounds:
         slices: list[np.ndarray] = []
         first_of_kind: list[int] = []
         for unit in self._first_units:
-            book = self.tables.book(unit, unit + 1, recompute)
+            book = self.tables.book(unit, unit + 1, recompute, replicas.runs_whole_passes)
             stage = self.tables.graph(unit, unit + 1)
             first_of_kind.append(len(fixed))
             for variable, each in zip(book.variables, book.coefficients(self.tables.pricing.objective)):
                 if variable.layers == (ENTRY,):
                     continue
                 none = np.zeros(len(each.state))
-                gradient = each.gradient if replicas.count == 1 else self.tables.replicated(stage, variable, replicas)
+                gradient = (
+                    each.gradient
+                    if replicas.count == 1
+                    else self.tables.replicated(stage, variable, replicas, each.gradient)
+                )
                 once = self.tables.workload.exposed_gradient_part * gradient + each.update
                 # A stage recomputes one of its blocks at a time, so that the units of a stage do not add up their activations.
                 fixed.append(np.stack([each.forward[0], each.backward[0], once, each.state, none, none]))
