@@ -16,7 +16,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
-from autoddl.costmodel.layerwork import is_recomputed_alone
+from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
 from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
@@ -108,7 +108,9 @@ class _LayerWriter:
         self.stored = parameter_layouts(scene.graph, layer, self.strategy)
         recompute = scene.workload.recompute
         is_recomputed = is_recomputed_alone(kind_of(layer.kind), scene.graph.place(layer.name, recompute), recompute)
-        self.program = layer_program(scene.graph, layer, self.strategy, is_recomputed, scene.workload.attention)
+        is_in_block = is_in_recomputed_block(scene.graph.place(layer.name, recompute), recompute)
+        attention = scene.workload.attention
+        self.program = layer_program(scene.graph, layer, self.strategy, is_recomputed, attention, is_in_block)
         self.names = self._weight_names()
         self.constants: dict[str, str] = {}
         self.steps: Iterator[Step] = iter(self.work.forward)
@@ -131,7 +133,7 @@ class _LayerWriter:
             raise UserError(
                 f"{layer.describe()}: it shares one of its weights with another layer, which form='oneflow' cannot write"
             )
-        annotation = scene.annotation([stored.axes for stored in own_layouts])
+        annotation = scene.annotation([stored.stored_axes for stored in own_layouts])
         return f"{scene.form.parameters}({self._parameter_layouts()}, RANKS, {annotation})"
 
     def _is_own(self, stored: ParameterLayout) -> bool:

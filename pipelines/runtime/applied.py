@@ -247,7 +247,7 @@ class AppliedModule(flow.nn.Module):
         Returns:
             (the loss or, for a model without a loss, this rank's part of the output; the sections).
         """
-        tracer = StageTracer(self._stage, self._weights.local(is_summing=False), measure)
+        tracer = StageTracer(self._stage, self._weights.readable(), measure)
         value = tracer.run(None, self._batch(batch))
         for name, gradient in tracer.sum_gradients().items():
             self._weights.parameters[name].add_gradient(gradient)

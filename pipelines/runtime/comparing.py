@@ -124,7 +124,7 @@ def _compare_gradients(
     for stored, value in expected:
         if stored.tensor.grad is None:
             return f"{stored.layout.name} has no gradient"
-        expected_part = stored.layout.take(value, weights.stage.stepper.rank)
+        expected_part = stored.layout.stored(value, weights.stage.stepper.rank)
         error = _root_mean_square(stored.tensor.grad.to_local().numpy() / scale - expected_part)
         difference = error / max(_root_mean_square(expected_part), 1e-3 * largest, 1e-30)
         if not difference < tolerance:

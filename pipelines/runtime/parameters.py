@@ -14,9 +14,13 @@ cannot be used on split global tensors: OneFlow updates a re-boxed copy, which i
 
 **Gradients.**  All parameters of a layer whose gradients are summed over the same ranks pass through one autograd node, whose
 outputs are the local tensors.  When the gradients of all of them have been computed, including those from tied layers, the node
-concatenates and sums them in one run of the steps of :func:`autoddl.costmodel.layerwork.all_reduce_steps`.  While gradients
+concatenates and sums them in one run of the steps of :func:`autoddl.costmodel.collectives.all_reduce_steps`.  While gradients
 accumulate over micro-batches (`AppliedModule.no_sync`), layers use separate leaves that share the storage.  The node adds the
 gradients that these leaves have accumulated.
+
+**Divided parameters** (ZeRO, :mod:`shards`).  The global tensor is a vector that consists of the shards of all ranks.  What layers
+read is gathered in the first forward pass after a backward pass that has summed gradients, because an optimizer step may follow
+it.  A value that is changed in another way, other than by ``load_state_dict``, is not seen until then.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ import numpy as np
 from autoddl.costmodel.distribution import Axis
 
 from .comm.layouts import ParameterLayout
+from .detaching import detached
 from .load import load_oneflow
-from .shards import gather_shards
+from .shards import HeldWeight, attach_weights, gather_shards, readable_weights, scatter_sum, update_shards
 from .stepping import Ranks
 
 flow = load_oneflow()
@@ -88,7 +93,7 @@ class StoredParameter:
 
     def _empty(self, dtype: Any) -> Tensor:
         """Return an uninitialized global tensor with the parameter's shape and layout."""
-        lengths = zip(self.layout.local_shape(), self.layout.axes)
+        lengths = zip(self.layout.stored_shape(), self.layout.stored_axes)
         shape = [length * prod(axis.size for axis in axes) for length, axes in lengths]
         return flow.empty(*shape, dtype=dtype, placement=self._placement, sbp=self._sbp)
 
@@ -109,7 +114,7 @@ class StoredParameter:
 
     def assign(self, value: np.ndarray) -> None:
         """Set the parameter to the logical ``value``, of which each rank copies its part."""
-        local = self._ranks.backend.tensor(self.layout.take(value, self._ranks.rank), self.tensor.dtype)
+        local = self._ranks.backend.tensor(self.layout.stored(value, self._ranks.rank), self.tensor.dtype)
         flow._C.assign_local_tensor(self.tensor.to_local(), local)  # to_local() shares the storage
         self.renew_leaf()
 
@@ -125,7 +130,7 @@ class StoredParameter:
     @property
     def num_copies(self) -> int:
         """Number of ranks that hold each element."""
-        return self._ranks.num_ranks // prod(axis.size for axes in self.layout.axes for axis in axes)
+        return self._ranks.num_ranks // prod(axis.size for axes in self.layout.stored_axes for axis in axes)
 
     def with_gradient(self, local: Tensor) -> Tensor:
         """Return a global tensor of the parameter's layout whose part on this rank is ``local``."""
@@ -148,11 +153,14 @@ class StoredParameter:
 
 
 def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tuple[ParameterGroup, ...]:
-    """Group the parameters of one layer by the mesh axes over which their gradients are summed."""
-    by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
+    """Group the parameters of one layer by the mesh axes over which their gradients are summed, and by how they are divided."""
+    groups: dict[tuple[tuple[Axis, ...], int, bool], list[StoredParameter]] = {}
     for parameter in parameters:
-        by_axes.setdefault(parameter.layout.reduced, []).append(parameter)
-    return tuple(ParameterGroup(members, axes, ranks) for axes, members in by_axes.items())
+        layout = parameter.layout
+        groups.setdefault((layout.reduced, layout.zero, layout.hybrid), []).append(parameter)
+    return tuple(
+        (DividedGroup if zero else ParameterGroup)(members, axes, ranks) for (axes, zero, _), members in groups.items()
+    )
 
 
 class ParameterGroup:
@@ -192,6 +200,60 @@ class ParameterGroup:
     def unsummed(self) -> tuple[Tensor, ...]:
         """Return the local leaves, which accumulate this rank's gradients."""
         return tuple(parameter.leaf for parameter in self.parameters)
+
+    def readable(self) -> list[Any]:
+        """Return what layers read: the local leaves, or `HeldWeight` objects."""
+        return [parameter.leaf for parameter in self.parameters]
+
+    def renew(self) -> None:
+        """Take note that the values of the parameters were changed."""
+
+
+class DividedGroup(ParameterGroup):
+    """Parameters of one layer that are divided in the same way (ZeRO). The arguments are those of `ParameterGroup`."""
+
+    def __init__(self, parameters: Sequence[StoredParameter], reduced: tuple[Axis, ...], ranks: Ranks):
+        super().__init__(parameters, reduced, ranks)
+        self._layouts = [parameter.layout for parameter in parameters]
+        self._present: list[Any] | None = None  # what layers read, as `readable_weights` returns it
+
+    def renew(self) -> None:
+        self._present = None
+
+    def readable(self) -> list[Any]:
+        """Return what layers read; all ranks call, since it may have to be gathered."""
+        if self._present is None:
+            leaves = [parameter.new_leaf() for parameter in self.parameters]
+            self._present = readable_weights(leaves, self._layouts, self._ranks)
+        return self._present
+
+    def unsummed(self) -> tuple[Tensor, ...]:
+        return tuple(attach_weights(self.readable(), self._layouts[0].inner, self._ranks))
+
+    def summed(self) -> tuple[Tensor, ...]:
+        present, trained = self.readable(), [p for p in self.parameters if p.tensor.requires_grad]
+        values = [detached(weight.value if isinstance(weight, HeldWeight) else weight) for weight in present]
+        if len(trained) < len(self.parameters) or not flow.is_grad_enabled():
+            return tuple(values)
+        layouts, ranks, is_held = self._layouts, self._ranks, self._layouts[0].zero == 2
+
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            own = scatter_sum(gradients, layouts[0].inner, ranks) if is_held else list(gradients)
+            sums = []
+            for weight, gradient in zip(present, own):
+                leaf = weight.shard if isinstance(weight, HeldWeight) else weight
+                sums.append(gradient if leaf.grad is None else gradient + leaf.grad.reshape(*gradient.shape))
+                leaf.grad = None
+            self.renew()
+            shards = update_shards(sums, layouts, ranks)
+            result = tuple(p.with_gradient(shard) for p, shard in zip(self.parameters, shards))
+            return result if len(result) > 1 else result[0]
+
+        def forward(ctx: Any, *tensors: Tensor) -> Any:
+            return tuple(values) if len(values) > 1 else values[0]
+
+        outputs = _Function.apply("sum_gradients", forward, backward, *(p.tensor for p in self.parameters))
+        return tuple(outputs) if len(values) > 1 else (outputs,)
 
 
 def sum_gradients(gradients: Sequence[Tensor], axes: Sequence[Axis], ranks: Ranks) -> list[Tensor]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Hashable
 
 from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, enumerate_strategies, transposed
 
 __all__ = ["random_strategies"]
 
@@ -17,8 +17,12 @@ def random_strategies(
     seed: int,
     summa: bool = False,
     role_of: Callable[[Layer], Hashable] = lambda layer: layer.name,
+    choices: Choices = PLAIN,
 ) -> dict[str, Strategy]:
-    """One that divides it for every layer, and 8 samples; layers of one role have the same, shared weights are transposed."""
+    """One that divides it for every layer, and 8 samples; layers of one role have the same, shared weights are transposed.
+
+    Where parameters may be divided, most samples are, so that there is something to divide.
+    """
     rng, strategies = random.Random(seed), {}
     chosen: dict[Hashable, Strategy] = {}
     for layer in graph.layers:
@@ -29,9 +33,11 @@ def random_strategies(
         users = [other for other in graph.layers if any(p.tied_to == layer.name for p in other.parameters)]
         options = [
             strategy
-            for strategy in enumerate_strategies(layer, level_sizes, summa)
+            for strategy in enumerate_strategies(layer, level_sizes, summa, choices, graph.place(layer.name, "none"))
             if 8 % strategy.p0 == 0 and all(transposed(strategy).divides(user) for user in users)
         ]
+        if choices != PLAIN and layer.parameters:
+            options = [strategy for strategy in options if strategy.p0 > 1 or strategy.regathers] or options
         summas = [strategy for strategy in options if strategy.summa]
         choice = rng.choice(summas if summas and rng.random() < 0.7 else options)
         strategies[layer.name] = chosen.setdefault(role_of(layer), choice)

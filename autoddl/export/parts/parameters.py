@@ -12,6 +12,7 @@ from oneflow import nn
 from autoddl.pipelines.runtime.comm.layouts import ParameterLayout
 from autoddl.pipelines.runtime.operations import checkpoint
 from autoddl.pipelines.runtime.parameters import ParameterGroup, StoredParameter, parameter_groups
+from autoddl.pipelines.runtime.shards import attach_weights
 from autoddl.pipelines.runtime.stepping import Ranks
 
 Tensor = Any
@@ -40,7 +41,10 @@ class StageParameters(nn.Module):
 
         The blocks collect gradients on this rank. The instructions of the schedule say when these are summed over the ranks.
         """
-        return tuple(stored.leaf for stored in self.stored) if self.given is None else self.given
+        if self.given is not None:
+            return self.given
+        inner = next((stored.layout.inner for stored in self.stored if stored.layout.zero), ())
+        return tuple(attach_weights([stored.leaf for stored in self.stored], inner, self.ranks))
 
 
 class LayerParameters(StageParameters):

@@ -191,7 +191,10 @@ def make_replica(module: Any, optimizer: str, learning_rate: float) -> StageRepl
     """Return a stage with an optimizer of its weights."""
     stored = all_parameters(module)
     names = [parameter.layout.name for parameter in stored]
-    weights = WeightVersions(names, stored, lambda tensors: make_optimizer(tensors, optimizer, learning_rate), BACKEND)
+    layouts = [parameter.layout for parameter in stored]
+    weights = WeightVersions(
+        names, stored, lambda tensors: make_optimizer(tensors, optimizer, learning_rate), BACKEND, layouts, RANKS
+    )
     return StageReplica(module, stored, weights)
 
 
@@ -221,6 +224,7 @@ def load_values(pipeline: Pipeline, paths: Sequence[str]) -> None:
     state = ChainMap(*map(np.load, paths))
     for replica in pipeline.replicas.values():
         load_plain_state(replica.module, state)
+        replica.weights.renew()
 
 
 def save_values(pipeline: Pipeline, name: str) -> None:

@@ -332,6 +332,11 @@ class ParameterLayout:
         """Return the shape of what each rank stores between training steps: its part, or its shard of the part."""
         return (self.shard_length,) if self.zero else self.local_shape()
 
+    @property
+    def stored_axes(self) -> tuple[tuple[Axis, ...], ...]:
+        """For each dimension of what ranks store, the mesh axes that split it: shards of all ranks are one vector."""
+        return ((Axis(self.num_ranks, 1),),) if self.zero else self.axes
+
     def stored(self, value: np.ndarray, rank: int) -> np.ndarray:
         """Return what ``rank`` stores of the logical ``value``."""
         own = self.take(value, rank)

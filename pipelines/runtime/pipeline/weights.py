@@ -120,6 +120,8 @@ class WeightVersions:
 
     def begin(self) -> None:
         """Begin a run of the schedule: the present values become version 0."""
+        if self._present is None:
+            self.renew()
         self._versions = {0: self._leaves() if self._present is None else self._present}
         self._gradients = {}
 

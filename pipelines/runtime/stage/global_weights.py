@@ -49,9 +49,11 @@ class GlobalWeights:
         layout, ranks = stored.layout, self.stage.stepper
         mesh = self._mesh
         if mesh is None:
-            mesh = coarsest_mesh((axis for axes in layout.axes for axis in axes), ranks.num_ranks)
+            mesh = coarsest_mesh((axis for axes in layout.stored_axes for axis in axes), ranks.num_ranks)
             assert mesh is not None, "the axes of one parameter are a mesh"
-        sbp = [flow.sbp.broadcast if dim is None else flow.sbp.split(dim) for dim in split_dims(layout.axes, mesh)]
+        sbp = [
+            flow.sbp.broadcast if dim is None else flow.sbp.split(dim) for dim in split_dims(layout.stored_axes, mesh)
+        ]
         placement = ranks.mesh(*(axis.size for axis in mesh))
         return StoredParameter(layout, ranks, placement, sbp or [flow.sbp.broadcast], stored.is_trained)
 
@@ -68,10 +70,21 @@ class GlobalWeights:
                 local_of.update(zip(map(id, group.parameters), tensors))
         return [local_of[id(parameter)] for parameter in self.parameters.values()]
 
+    def readable(self) -> list[Any]:
+        """Return what `Stage.run` reads of the parameters, with leaves that accumulate this rank's gradients."""
+        weight_of: dict[int, Any] = {}
+        for groups in self.groups.values():
+            for group in groups:
+                weight_of.update(zip(map(id, group.parameters), group.readable()))
+        return [weight_of[id(parameter)] for parameter in self.parameters.values()]
+
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the parameters to whole values, given by the first names of the module's parameters."""
         for parameter in self.parameters.values():
             parameter.assign(parameter.layout.joined(values))
+        for groups in self.groups.values():
+            for group in groups:
+                group.renew()
 
     def values(self) -> dict[str, np.ndarray]:
         """Return the whole values by first name, on every rank; all ranks call."""
