@@ -53,7 +53,8 @@ class PipelineParts:
         # Raises UserError if rows or columns do not divide.
         make_holding(self._schedule, plan.workload.micro_batch, self._layouts)
         names = tuple(f"Stage{number}" for number in range(plan.num_stages))
-        self.calls = PipelineCalls(names, self._schedule.num_updates, bool(shared.groups))
+        are_divided = any(strategy.zero for stage in stages for strategy in stage.strategies.values())
+        self.calls = PipelineCalls(names, self._schedule.num_updates, bool(shared.groups), are_divided)
 
     def classes(self, scenes: Sequence[Scene]) -> list[ClassOfLayers]:
         """Return the classes of the stages."""

@@ -123,7 +123,7 @@ _PIPELINE_BUILD = '''def build(seed: int = 0, optimizer: str = @optimizer@, lear
     )
     for replica in pipeline.replicas.values():
         @set_values@
-    return pipeline'''
+@renew@    return pipeline'''
 
 _PIPELINE_MAIN = '''def main(options: argparse.Namespace) -> None:
     """Train for the given number of steps; each run of the schedule makes one or several steps."""
@@ -167,11 +167,13 @@ class PipelineCalls:
         stages: names of the classes of the stages.
         num_updates: number of updates of the schedule.
         has_shared_weights: whether several stages share a weight.
+        divides_parameters: whether the ranks of a stage divide parameters.
     """
 
     stages: tuple[str, ...]
     num_updates: int
     has_shared_weights: bool
+    divides_parameters: bool
 
 
 def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -> str:
@@ -226,6 +228,7 @@ def _pipeline_values(pipeline: PipelineCalls) -> dict[str, str]:
         "state_options": _PIPELINE_OPTIONS,
         "stages": f"[{', '.join(pipeline.stages)}]",
         "shared": "shared_weights()" if pipeline.has_shared_weights else "[]",
+        "renew": "        replica.weights.renew()\n" if pipeline.divides_parameters else "",
         "steps": str(10 if pipeline.num_updates == 1 else 2 * pipeline.num_updates),
     }
 

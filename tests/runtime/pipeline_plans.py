@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies
+from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
 from autoddl.pipelines.joint.evaluation import evaluate
@@ -30,6 +30,7 @@ def pipelined(
     shape: tuple[int, int] = (1, 4),
     recompute: Sequence[str] = (),
     seed: int = 1,
+    choices: Choices = PLAIN,
 ) -> PlanFile:
     """A plan of stages of so many units; a random strategy for every role of a block, another one in the next stage."""
     graph = model if isinstance(model, LayerGraph) else model.graph()
@@ -43,12 +44,16 @@ def pipelined(
         sizes = tuple(level.size for level in devices.levels)
         chosen: dict[object, Strategy] = {}
         strategies = {}
-        for layer in chain.stage(first, first + num_units).graph.layers:
+        graph_of_stage = chain.stage(first, first + num_units).graph
+        for layer in graph_of_stage.layers:
             if layer.name == ENTRY:
                 options = [Strategy(tuple((s, 1, 1) for s in sizes)), Strategy(tuple((1, s, 1) for s in sizes))]
             else:
-                options = enumerate_strategies(layer, sizes)
+                place = graph_of_stage.place(layer.name, "none")
+                options = enumerate_strategies(layer, sizes, choices=choices, place=place)
             options = [strategy for strategy in options if micro_batch // 2 % strategy.p0 == 0]
+            if choices != PLAIN and layer.parameters:
+                options = [strategy for strategy in options if strategy.zero or strategy.regathers] or options
             role = (layer.block, layer.role) if layer.block else layer.name
             strategies[layer.name] = chosen.setdefault(role, rng.choice(options))
         stages.append(StageChoice(num_units, recompute[number] if recompute else "none", strategies))

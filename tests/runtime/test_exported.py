@@ -20,7 +20,7 @@ import pytest
 import autoddl
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.graph import Layer, LayerGraph, graph_from_document
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies
+from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
 from autoddl.pipelines.runtime.load import is_available
@@ -76,6 +76,7 @@ def random_case(
     tied: bool = True,
     batch: int = 16,
     micro_batch: int = 8,
+    choices: Choices = PLAIN,
     **workload: Any,
 ) -> Case:
     """A random strategy for every layer that divides it: of each role of a block one, where ``tied``; shared weights transposed."""
@@ -84,7 +85,7 @@ def random_case(
     def role_of(layer: Layer) -> object:
         return (layer.block, layer.role) if layer.block and tied else layer.name
 
-    strategies = random_strategies(built_in.graph(), level_sizes, seed, summa, role_of)
+    strategies = random_strategies(built_in.graph(), level_sizes, seed, summa, role_of, choices)
     return Case(built_in, strategies, Workload(batch, micro_batch, "float32", **workload))
 
 
@@ -100,6 +101,8 @@ def perceptron(
     return Case(built_in, named, Workload(batch, micro_batch, "float32", optimizer="sgd"))
 
 
+#: All divisions of parameters, and gathered inputs.
+DIVIDED = Choices((0, 1, 2, 3), regathers=True)
 CASES: dict[str, Callable[[], Case]] = {
     "mlp on 2": lambda: perceptron(on((2, 1, 1)), on((1, 2, 1)), on((1, 1, 2))),
     "mlp on 4": lambda: perceptron(on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))),
@@ -115,6 +118,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt on 4, summa": lambda: random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True, batch=8),
     "bert on 4": lambda: random_case("bert", BERT, (4,), 7, batch=8),
     "llama on 2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=3), (2,), 10, recompute="blocks:2"),
+    "gpt on 2x2, divided": lambda: random_case("gpt", GPT, (2, 2), 12, choices=DIVIDED),
+    "llama on 4, divided and recomputed": lambda: random_case(
+        "llama", LLAMA, (4,), 13, choices=DIVIDED, recompute="blocks"
+    ),
     "vgg on 2": lambda: random_case("vgg", VGG, (2,), 11, batch=2, micro_batch=2, optimizer="sgd"),
 }
 

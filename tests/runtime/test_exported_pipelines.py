@@ -20,7 +20,7 @@ from autoddl.zoo.builtin import BuiltIn, MLPSizes
 
 from .pipeline_plans import pipelined
 from .sent_bytes import Sent, check_sent
-from .test_exported import BERT, GPT, LLAMA, MODELS, extracted, run_script
+from .test_exported import BERT, DIVIDED, GPT, LLAMA, MODELS, extracted, run_script
 
 JOBS = Path(__file__).with_name("exported_pipeline_jobs.py")
 PAIR = StageMesh(1, 2)
@@ -85,6 +85,19 @@ SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
             m, replace(schedule("interleaved-1f1b", 4, groups=2), groups=2), (1, 1, 1, 1), StageMesh(2, 1), shape=(2, 2)
         ),
     ),
+    "1f1b, divided": (
+        gpt(layers=4),
+        lambda m: pipelined(
+            m,
+            schedule("1f1b", 2, policy="A"),
+            (2, 2),
+            PAIR,
+            recompute=("blocks:1", "none"),
+            choices=DIVIDED,
+            seed=5,
+        ),
+    ),
+    "chimera, divided": (llama(2), lambda m: pipelined(m, chimera(2), (1, 1), PAIR, choices=DIVIDED, seed=6)),
     # Passes of several micro-batches at once, or of halves.
     "chimera, pairs": (
         llama(2),
@@ -113,7 +126,7 @@ STALE: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
     ),
 }
 #: Of those that communicate much a run is enough.
-ONE_RUN = ("1f1b", "1f1b, blocks", "chimera", "chimera, pairs", "pipedream, blocks", "wpipe")
+ONE_RUN = ("1f1b", "1f1b, blocks", "1f1b, divided", "chimera", "chimera, pairs", "pipedream, blocks", "wpipe")
 
 
 def exported(plan: PlanFile, folder: Path) -> str:

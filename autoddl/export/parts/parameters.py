@@ -55,6 +55,11 @@ class LayerParameters(StageParameters):
         """The parameters, grouped by the mesh axes over which their gradients are summed."""
         return parameter_groups(self.stored, self.ranks)
 
+    def renew(self) -> None:
+        """Take note that the values of the parameters were changed."""
+        for group in self.groups:
+            group.renew()
+
     def local(self, sync: bool = True) -> tuple[Tensor, ...]:
         """Return this rank's blocks of the parameters, as local tensors to compute with.
 
@@ -91,6 +96,13 @@ def checkpoint_block(block: Any, x: Tensor, *arguments: Any) -> Tensor:
                 layer.given = None
 
     return checkpoint(run, x, *itertools.chain.from_iterable(weights))
+
+
+def renew_parameters(model: Any) -> None:
+    """Take note that the values of a model's parameters were changed."""
+    for module in model.modules():
+        if isinstance(module, LayerParameters):
+            module.renew()
 
 
 def all_parameters(model: Any) -> list[StoredParameter]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoddl.pipelines.runtime.models import initial_value
 
-from .parameters import all_parameters
+from .parameters import all_parameters, renew_parameters
 
 
 def initialize(model: Any, seed: int) -> None:
@@ -19,6 +19,7 @@ def initialize(model: Any, seed: int) -> None:
         other_dims = stored.layout.shape[1:]
         parts = [initial_value(name, (rows, *other_dims), seed) for name, rows in stored.layout.sources]
         stored.assign(np.concatenate(parts))
+    renew_parameters(model)
 
 
 def load_plain_state(model: Any, state: Mapping[str, Any]) -> None:
@@ -41,6 +42,7 @@ def load_plain_state(model: Any, state: Mapping[str, Any]) -> None:
             if parts[-1].shape != shape:
                 raise ValueError(f"the state_dict's {name} has shape {parts[-1].shape}, should have {shape}")
         stored.assign(np.concatenate(parts))
+    renew_parameters(model)
 
 
 def plain_state(model: Any, aliases: Mapping[str, str]) -> dict[str, np.ndarray]:
