@@ -4,9 +4,14 @@
 baseline        strategy of every layer                             tuned parameters
 ==============  ==================================================  ======================================
 data parallel   (p, 1, 1)                                           none
+zero-1, zero-2  (p, 1, 1); optimizer states, and also gradients,    none; gradients over all devices or inside nodes
+                divided among all devices (ZeRO)
+fsdp            (p, 1, 1); also parameters divided                  over all devices or inside nodes
 megatron        one (dp, mp) mesh for the whole network; matrices   dp and mp per network level
                 alternate column-parallel (dp, mp, 1) and
-                row-parallel (dp, 1, mp), restarted in each block
+                row-parallel (dp, 1, mp), restarted in each block;
+                optimizer states divided over dp, if that is on
+                offer ("distributed optimizer")
 summa           one r x c mesh; input, weight and output of every   r and c per network level, both > 1
                 matrix split over both
 ==============  ==================================================  ======================================
@@ -17,20 +22,23 @@ and features, heads or vocabulary over mp (c).  Convolutions and opaque layers s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.strategy import Strategy, data_parallel, transposed
+from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, data_parallel, transposed
 
-__all__ = ["BASELINES", "Baseline", "baselines", "megatron"]
+__all__ = ["BASELINES", "OF_CHOICES", "Baseline", "baselines", "divided", "megatron"]
 
 #: Names, in the order in which they are reported.
-BASELINES = ("data parallel", "megatron", "summa")
+BASELINES = ("data parallel", "zero-1", "zero-2", "fsdp", "megatron", "summa")
+#: Data parallel families that divide parameters, with their stage of ZeRO; there are none unless that is on offer.
+OF_CHOICES = {"zero-1": 1, "zero-2": 2, "fsdp": 3}
 
 
 @dataclass(frozen=True)
@@ -48,16 +56,55 @@ class Baseline:
     strategies: dict[str, Strategy]
 
 
-def baselines(graph: LayerGraph, level_sizes: tuple[int, ...]) -> Iterator[Baseline]:
-    """All members of all families.  The caller checks whether a member divides the layers."""
+def baselines(graph: LayerGraph, level_sizes: tuple[int, ...], choices: Choices = PLAIN) -> Iterator[Baseline]:
+    """All members of all families.  The caller checks whether a member divides the layers.
+
+    Args:
+        graph: the layers.
+        level_sizes: number of devices at each network level, outermost first.
+        choices: what may be divided.
+    """
     everything = data_parallel(level_sizes)
-    yield Baseline("data parallel", f"dp {everything.p0}", {layer.name: everything for layer in graph.layers})
+    whole = {layer.name: everything for layer in graph.layers}
+    yield Baseline("data parallel", f"dp {everything.p0}", whole)
+    for name, zero in OF_CHOICES.items():
+        if zero in choices.shardings and everything.p0 > 1:
+            yield Baseline(name, f"dp {everything.p0}", divided(graph, whole, zero))
+            if zero > 1 and len(everything.axes(0)) > 1:
+                inside = divided(graph, whole, zero, hybrid=True)
+                yield Baseline(name, f"dp {everything.p0}, divided inside nodes", inside)
     for mesh in _meshes(level_sizes):
         if any(mp > 1 for _, mp in mesh):
-            yield megatron(graph, mesh)
+            plain = megatron(graph, mesh)
+            is_divided = 1 in choices.shardings and any(dp > 1 for dp, _ in mesh)
+            yield replace(plain, strategies=divided(graph, plain.strategies, 1)) if is_divided else plain
     for mesh in _meshes(level_sizes):
         if any(r > 1 for r, _ in mesh) and any(c > 1 for _, c in mesh):
             yield _summa(graph, mesh, everything)
+
+
+def divided(
+    graph: LayerGraph, strategies: Mapping[str, Strategy], zero: int, hybrid: bool = False
+) -> dict[str, Strategy]:
+    """The strategies with parameters divided up to a stage of ZeRO, as far as each layer can (:func:`.layer.zero_of`).
+
+    Args:
+        graph: the layers.
+        strategies: the strategy of each layer, by name.
+        zero: the stage.
+        hybrid: whether gradients and weights are divided inside nodes only.
+    """
+    result: dict[str, Strategy] = {}
+    for layer in graph.layers:
+        strategy = strategies[layer.name]
+        owner = next((p.tied_to for p in layer.parameters if p.tied_to in result), None)
+        if owner is not None:
+            strategy = replace(strategy, zero=result[owner].zero)  # the shared weight is divided once
+        elif layer.num_parameters and strategy.p0 > 1 and not strategy.summa:
+            own = zero_of(layer, zero, graph.place(layer.name, "none"))
+            strategy = replace(strategy, zero=own, hybrid=hybrid and own > 1 and len(strategy.axes(0)) > 1)
+        result[layer.name] = strategy
+    return result
 
 
 def _meshes(level_sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:

@@ -17,7 +17,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
-from .baselines import BASELINES, Baseline, baselines
+from .baselines import BASELINES, OF_CHOICES, Baseline, baselines
 from .options import Options, partial_recomputations
 from .pricebooks import PriceBooks
 
@@ -60,9 +60,11 @@ def baseline_figures(books: PriceBooks, options: Options, limit: float, stop: St
     until = itertools.takewhile(lambda _: not stop.is_requested, books.problems(options, untied=False))
     problems = [problem for problem in until if isinstance(problem, Problem)]
     ranges = partial_recomputations(options, books.graph)
-    members = list(baselines(books.graph, books.cluster.level_sizes))
+    members = list(baselines(books.graph, books.cluster.level_sizes, books.choices))
     for name in BASELINES:
         own = [member for member in members if member.name == name]
+        if not own and name in OF_CHOICES:
+            continue
         yield _best_member(name, own, problems, partial(_fewest_blocks, books, ranges, limit), limit, stop)
 
 

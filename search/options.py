@@ -13,7 +13,7 @@ from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.recomputation import RECOMPUTATIONS, block_limit, check_recomputation
-from autoddl.costmodel.strategy import Choices
+from autoddl.costmodel.strategy import PLAIN, Choices
 from autoddl.costmodel.workload import Workload
 
 from . import METHODS
@@ -94,7 +94,9 @@ class Options:
 
     @property
     def choices(self) -> Choices:
-        """What layers are offered besides splits."""
+        """What layers are offered besides splits; the graph executor leaves all of it to OneFlow."""
+        if self.executor != EAGER:
+            return PLAIN
         return Choices((0, 1, 2, 3) if self.zero == AUTO else (0,), regathers=self.activations == AUTO)
 
 

@@ -16,7 +16,7 @@ from autoddl.costmodel.recomputation import block_limit
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.search.options import base_workload, default_memory_limit, partial_recomputations, recomputations
+from autoddl.search.options import AUTO, base_workload, default_memory_limit, partial_recomputations, recomputations
 
 from .explorer import Explorer
 from .partition import Chain, chain_of
@@ -88,7 +88,11 @@ class PlanningJob:
     def pricing(self) -> Pricing:
         """The objective and the offered strategies."""
         base = self.options.base
-        return Pricing(base.objective, base.untied, base.summa, choices=base.choices)
+        choices = base.choices
+        if self.options.allow_stale:
+            # Searches count older versions of weights as a part of the state, which ZeRO divides differently for each strategy.
+            choices = replace(choices, shardings=(0,))
+        return Pricing(base.objective, base.untied, base.summa, choices=choices)
 
     @cached_property
     def arithmetic_s(self) -> float:
@@ -140,8 +144,7 @@ def job_of(
     limit = default_memory_limit(cluster) if base.memory_limit_bytes is None else base.memory_limit_bytes
     if not 0 < limit < math.inf:
         raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
-    if base.zero and options.allow_stale:
-        # Searches count older versions of weights as a part of the state, which ZeRO divides differently for each strategy.
+    if base.zero not in (0, AUTO) and options.allow_stale:
         raise UserError(f"zero={base.zero} cannot be combined with allow_stale=True; leave out one of them")
     workload = base_workload(cluster, base)
     if base.micro_batch is not None:

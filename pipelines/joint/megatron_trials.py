@@ -28,7 +28,7 @@ from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.units import format_seconds
-from autoddl.search.baselines import megatron
+from autoddl.search.baselines import divided, megatron
 from autoddl.search.planner import InfeasibleError, Options, make_plan
 
 from ..planners import Clock
@@ -190,7 +190,10 @@ class _Layout:
 def _layouts(job: PlanningJob) -> Iterator[_Layout]:
     """The layouts whose parameters, gradients and optimizer states fit, in the order of the rule (see the module's docstring)."""
     cluster, layouts = job.cluster, []
-    state_bytes = job.graph.num_parameters * job.workload.bytes_per_parameter
+    each = job.workload.bytes_per_parameter
+    if _divides_states(job):
+        each -= job.workload.optimizer_bytes_per_parameter  # of these, each replica has a part
+    state_bytes = job.graph.num_parameters * each
     for mesh in stage_meshes(cluster):
         depth = mesh.num_workers(cluster)
         is_compact = mesh.nodes == 1 or mesh.devices_per_node == cluster.devices_per_node
@@ -200,6 +203,11 @@ def _layouts(job: PlanningJob) -> Iterator[_Layout]:
             if state_bytes <= job.limit_bytes * depth * model_parallel:
                 layouts.append(_Layout(mesh, depth, model_parallel))
     yield from sorted(layouts, key=lambda layout: (layout.num_stages * layout.model_parallel, -layout.model_parallel))
+
+
+def _divides_states(job: PlanningJob) -> bool:
+    """Whether the replicas of a stage divide optimizer states (Megatron-LM's distributed optimizer)."""
+    return 1 in job.pricing.choices.shardings
 
 
 def _first_micro_batch(job: PlanningJob, layout: _Layout) -> int:
@@ -301,7 +309,10 @@ class _Trials:
         depth, first, stages = layout.num_stages, 0, []
         for num_units in _balanced_cut(job.chain, depth):
             graph = job.chain.stage(first, first + num_units).graph
-            stages.append(StageChoice(num_units, recompute, megatron(graph, degrees).strategies))
+            strategies = megatron(graph, degrees).strategies
+            if _divides_states(job):
+                strategies = divided(graph, strategies, 1)
+            stages.append(StageChoice(num_units, recompute, strategies))
             first += num_units
         spec = PipelineSchedule("1f1b", depth, workload.num_micro_batches, (("policy", "A"),))
         return Configuration(layout.mesh, spec, workload, tuple(stages))
