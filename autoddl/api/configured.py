@@ -80,9 +80,10 @@ class PricingOptions(TypedDict, total=False):
 
 
 _PLANNER_DEFAULTS = {option.name: option.default for option in fields(Options)}
-#: Defaults of `PricingOptions`: those of the planner; None for options that are not listed.
+#: Defaults of `PricingOptions`: those of the planner where it chooses nothing; None for options that are not listed.
 PRICING_DEFAULTS: Mapping[str, Any] = {
-    name: _PLANNER_DEFAULTS[name] for name in PricingOptions.__annotations__ if name in _PLANNER_DEFAULTS
+    **{name: _PLANNER_DEFAULTS[name] for name in PricingOptions.__annotations__ if name in _PLANNER_DEFAULTS},
+    "zero": 0,
 }
 
 

@@ -139,7 +139,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--activations",
         choices=(*ACTIVATIONS, AUTO),
-        default="kept",
+        default=AUTO,
         help="between layers: split, with gathered inputs kept or gathered again for the backward pass (auto: chosen for each "
         "layer); or copied (default: %(default)s)",
     )
@@ -186,7 +186,7 @@ def add_workload_options(group: argparse._ActionsContainer, is_searched: bool = 
         "--zero",
         type=_zero,
         choices=(0, 1, 2, 3, AUTO) if is_searched else (0, 1, 2, 3),
-        default=0,
+        default=AUTO if is_searched else 0,
         help="what devices with the same parameters divide in all layers: 1 optimizer states, 2 also gradients, 3 also parameters"
         + ("; auto: chosen for each layer" if is_searched else "")
         + " (default: %(default)s)",
