@@ -80,8 +80,8 @@ class Options:
     recompute: bool | str | None = None
     attention: str = "fused"
     gradients: str = "compute"
-    zero: int | str = "auto"
-    activations: str = "auto"
+    zero: int | str = 0
+    activations: str = "kept"
     overlap: str = "none"
     untied: bool = False
     summa: bool = True

@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from autoddl.costmodel.suggestions import did_you_mean
+from autoddl.search.options import AUTO
 from autoddl.search.planner import Options
 
 if TYPE_CHECKING:
@@ -96,9 +97,12 @@ class PlanningOptions(TypedDict, total=False):
     stop: Stop | None
 
 
-#: Defaults of `PlanningOptions`: those of the planner, but with a progress bar; None for options that are not listed.
+#: Defaults of `PlanningOptions`: those of the planner, but it chooses how each layer divides its parameters, and with a progress
+#: bar; None for options that are not listed.
 PLANNING_DEFAULTS: Mapping[str, Any] = {
     **{option.name: option.default for option in fields(Options)},
+    "zero": AUTO,
+    "activations": AUTO,
     "dropout": False,
     "quiet": False,
 }

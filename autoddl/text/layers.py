@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import LEVEL_NAMES, Level
+from autoddl.costmodel.strategy import Strategy
 
-__all__ = ["heading", "layouts_of", "legend", "meaning", "place", "repeated"]
+__all__ = ["choices_meaning", "heading", "layouts_of", "legend", "meaning", "place", "repeated"]
 
 #: Where each network level is, for the legend.
 _LEVEL_PLACES = dict(zip(LEVEL_NAMES, ("between nodes", "inside a node")))
@@ -53,9 +54,32 @@ def meaning(levels: Sequence[Level] = ()) -> str:
     return f"{text}; {named}" if named else text
 
 
-def legend(levels: Sequence[Level] = ()) -> str:
-    """Return the line below the first table of strategies, which explains them."""
-    return f"  {meaning(levels)}"
+#: What the words of strategies mean (:attr:`autoddl.costmodel.strategy.Strategy.words`); those of ZeRO are in ascending order.
+_WORDS = {
+    "zero1": "the p0 devices divide optimizer states",
+    "zero2": "also gradients",
+    "zero3": "also parameters",
+    "hybrid": "gradients and parameters inside nodes only",
+    "regathers": "the backward pass gathers the input again",
+}
+
+
+def choices_meaning(strategies: Iterable[Strategy]) -> str:
+    """Return a sentence that explains the words of strategies; empty if there are none.
+
+    >>> choices_meaning([Strategy(((2, 1, 1),), zero=1)])
+    'zero1: the p0 devices divide optimizer states'
+    """
+    used = {word for strategy in strategies for word in strategy.words} & _WORDS.keys()
+    highest = max((word for word in used if word.startswith("zero")), default="")
+    shown = [word for word in _WORDS if word in used or (word.startswith("zero") and word < highest)]
+    return "; ".join(f"{word}: {_WORDS[word]}" for word in shown)
+
+
+def legend(levels: Sequence[Level] = (), strategies: Iterable[Strategy] = ()) -> str:
+    """Return the lines below the first table of strategies, which explain them."""
+    choices = choices_meaning(strategies)
+    return f"  {meaning(levels)}" + (f"\n  {choices}" if choices else "")
 
 
 def layouts_of(assessed: LayerAssessment) -> Mapping[str, str]:

@@ -227,7 +227,9 @@ def _layers(evaluation: Evaluation) -> Section:
     title = "Per layer (time and bytes sent by each device per step)"
     if has_pipeline:
         title = "Per layer, over the devices of its stage"
-    return [title, Table.of(_layer_columns(levels, has_pipeline), _layer_rows(evaluation)), legend(levels)]
+    strategies = [layer.strategy for layer in evaluation.layers]
+    table = Table.of(_layer_columns(levels, has_pipeline), _layer_rows(evaluation))
+    return [title, table, legend(levels, strategies)]
 
 
 def _layer_rows(evaluation: Evaluation) -> Iterable[_LayerRow]:

@@ -113,7 +113,7 @@ def _layers(result: Verification) -> Section:
     of = "half a micro-batch" if slots_per_micro_batch(result.schedule) > 1 else "one micro-batch"
     once = "; gradients once per step" if "gradient" in _phases(result) else ""
     heading = f"Per layer: bytes {what} {where} (of {of}{once}), and the worst errors relative to one device"
-    return [heading, Table.of(_columns(result), _rows(result)), legend()]
+    return [heading, Table.of(_columns(result), _rows(result)), legend((), [layer.strategy for layer in result.layers])]
 
 
 def _rows(result: Verification) -> list[_LayerRow]:
