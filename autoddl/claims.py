@@ -60,7 +60,7 @@ from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.result import PRICED, JointOptions, baseline_how
 from autoddl.pipelines.joint.start import START_NOTE
 from autoddl.search import METHODS, Status
-from autoddl.search.baselines import BASELINES, Baseline, baselines
+from autoddl.search.baselines import Baseline, baselines, family_names
 from autoddl.search.executorcost import executor_note_start
 from autoddl.search.options import (
     base_workload,
@@ -414,9 +414,10 @@ class _Claims:
         duplicate = next((name for number, name in enumerate(names) if name in names[:number]), None)
         if duplicate is not None:
             raise self.fault(f"rivals: name {show_json(duplicate)} occurs twice")
-        if self.joint_options.pipeline is None and names and sorted(names) != sorted(BASELINES):
-            raise self.fault(f"rivals are {show_json(names)}, should be {', '.join(BASELINES)}")
-        members = list(baselines(self.plan.graph, self.plan.cluster.level_sizes)) if names else []
+        members = list(baselines(self.plan.graph, self.plan.cluster.level_sizes, self.options.choices))
+        families = family_names(members)
+        if self.joint_options.pipeline is None and names and sorted(names) != sorted(families):
+            raise self.fault(f"rivals are {show_json(names)}, should be {', '.join(families)}")
         for name, entry in zip(names, entries):
             if "infeasible" in entry:
                 entry.text("infeasible")

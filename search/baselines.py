@@ -22,7 +22,7 @@ and features, heads or vocabulary over mp (c).  Convolutions and opaque layers s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -33,7 +33,7 @@ from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, data_parallel, transposed
 
-__all__ = ["BASELINES", "OF_CHOICES", "Baseline", "baselines", "divided", "megatron"]
+__all__ = ["BASELINES", "OF_CHOICES", "Baseline", "baselines", "divided", "family_names", "megatron"]
 
 #: Names, in the order in which they are reported.
 BASELINES = ("data parallel", "zero-1", "zero-2", "fsdp", "megatron", "summa")
@@ -81,6 +81,12 @@ def baselines(graph: LayerGraph, level_sizes: tuple[int, ...], choices: Choices 
     for mesh in _meshes(level_sizes):
         if any(r > 1 for r, _ in mesh) and any(c > 1 for _, c in mesh):
             yield _summa(graph, mesh, everything)
+
+
+def family_names(members: Iterable[Baseline]) -> tuple[str, ...]:
+    """The families that a plan is compared with: all but those that divide parameters and have no member."""
+    found = {member.name for member in members}
+    return tuple(name for name in BASELINES if name in found or name not in OF_CHOICES)
 
 
 def divided(

@@ -17,7 +17,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
-from .baselines import BASELINES, OF_CHOICES, Baseline, baselines
+from .baselines import Baseline, baselines, family_names
 from .options import Options, partial_recomputations
 from .pricebooks import PriceBooks
 
@@ -61,10 +61,8 @@ def baseline_figures(books: PriceBooks, options: Options, limit: float, stop: St
     problems = [problem for problem in until if isinstance(problem, Problem)]
     ranges = partial_recomputations(options, books.graph)
     members = list(baselines(books.graph, books.cluster.level_sizes, books.choices))
-    for name in BASELINES:
+    for name in family_names(members):
         own = [member for member in members if member.name == name]
-        if not own and name in OF_CHOICES:
-            continue
         yield _best_member(name, own, problems, partial(_fewest_blocks, books, ranges, limit), limit, stop)
 
 
