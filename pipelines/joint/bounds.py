@@ -165,13 +165,13 @@ def fill_and_drain(spec: PipelineSchedule) -> np.ndarray:
 
     Returns:
         One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`: one forward pass, and one backward pass
-        unless backward passes are split.
+        unless backward passes are split.  If they take half a micro-batch, only half a pass follows the worker's last task.
     """
     terms = Terms(spec.num_stages)
     weights = np.zeros(terms.count)
     weights[terms.forward] = weights[terms.transfer_forward] = 1.0
     if not spec.splits_backward:
-        weights[terms.backward] = weights[terms.transfer_backward] = 1.0
+        weights[terms.backward] = weights[terms.transfer_backward] = 0.5 if spec.halves_backwards else 1.0
     return weights
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
@@ -135,6 +135,7 @@ def test_the_longest_path_of_even_1f1b_by_hand() -> None:
 @pytest.mark.parametrize(("depth", "count"), SIZES)
 @pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
 @settings(max_examples=4, deadline=None)
+@example(seed=361069, equal=True)  # a worker's last task is half a backward pass, and so is what follows it
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bool, seed: int, equal: bool) -> None:
     dice = np.random.default_rng(seed)
