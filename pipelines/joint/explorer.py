@@ -18,7 +18,7 @@ import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.stopping import SlicedStop, Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
@@ -130,7 +130,7 @@ class Explorer:
         share_with: Explorer | None = None,
         stop: Stop | None = None,
     ):
-        self.stop = stop or Stop()
+        self.stop = SlicedStop(stop or Stop())
         self.chain, self.cluster, self.workload = chain, cluster, workload
         self.limit_bytes, self.recomputations = limit_bytes, recomputations
         self.pricing = pricing or Pricing()

@@ -43,6 +43,8 @@ __all__ = ["Explored", "Search", "explore"]
 
 #: Seconds of processor time of the first, second, ... attempt at one setting.
 _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
+#: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
+_MAX_EARLY_ATTEMPTS = 3
 #: A setting is attempted early if its estimated step is below this multiple of the incumbent.
 _PROMISING = 1.05
 #: Number of consecutive early attempts without a better plan that ends the early attempts.
@@ -107,7 +109,7 @@ def explore(
     known_s: float = math.inf,
     deadline: Deadline | None = None,
     report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
-    until_found: bool = False,
+    patience: Deadline | None = None,
 ) -> Explored:
     """Search settings for the best configuration that costs less than ``known_s``.
 
@@ -118,9 +120,9 @@ def explore(
         deadline: When to end the search with the best plan so far.  Its stop should be the explorer's, so that a stop also ends
             the step that is being computed.
         report: Called with the incumbent's cost, the least open bound and the number of simulated plans.
-        until_found: Whether to continue beyond the deadline until the first plan is found.
+        patience: When to end the search as long as it has found no plan; None for the deadline.
     """
-    search = Search(explorer, settings, known_s, report, until_found)
+    search = Search(explorer, settings, known_s, report, patience)
     return search.resume(known_s, deadline or Deadline())
 
 
@@ -133,10 +135,10 @@ class Search:
         settings: Iterable[Setting],
         known_s: float = math.inf,
         report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
-        until_found: bool = False,
+        patience: Deadline | None = None,
     ):
         self.explorer, self.best_s = explorer, known_s
-        self.report, self.until_found = report, until_found
+        self.report, self.patience = report, patience
         self.deadline = Deadline()
         self.result = Explored()
         self.open: list[_OpenSetting] = []
@@ -156,8 +158,9 @@ class Search:
         ``known_s``."""
         self.deadline = deadline
         try:
-            self.bound_all()
-            self.attempt_promising()
+            with self.explorer.stop.until(self.patience or deadline):
+                self.bound_all()
+                self.attempt_promising()
         except StopRequestedError:
             pass
         return self.result.best
@@ -171,9 +174,10 @@ class Search:
         """
         self.best_s, self.deadline = min(self.best_s, known_s), deadline
         try:
-            self.bound_all()
-            self.attempt_promising()
-            self.prove()
+            with self.explorer.stop.until(self.patience or deadline):
+                self.bound_all()
+                self.attempt_promising()
+                self.prove()
         except StopRequestedError:
             self.result.is_finished = False
         self.result.lower_bound_s = self.lower_bound_s
@@ -193,12 +197,13 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether the search must end: the deadline is over, and it need not continue until the first plan."""
-        return self.deadline.is_over and not self._ignores_deadline
+        """Whether the search must end."""
+        return self._end.is_over
 
     @property
-    def _ignores_deadline(self) -> bool:
-        return self.until_found and self.result.best is None and not self.deadline.stop.is_requested
+    def _end(self) -> Deadline:
+        """When the search ends, as far as is known by now."""
+        return self.deadline if self.patience is None or self.result.best is not None else self.patience
 
     def bound_all(self) -> None:
         """Give every setting its first bound, continuing after the last setting that has one.
@@ -285,6 +290,7 @@ class Search:
         while (
             self._best_setting is not None
             and self.best_s < before
+            and self._best_setting.num_attempts < _MAX_EARLY_ATTEMPTS
             and self._best_setting.bound_s < self.limit_s
             and not self.is_over
         ):
@@ -333,17 +339,18 @@ class Search:
         """Search one setting for a better plan within its time slice; raise its bound."""
         self.result.attempted.add(entry.setting)
         time_s = _ATTEMPTS_S[min(entry.num_attempts, len(_ATTEMPTS_S) - 1)]
-        if self._ignores_deadline:
-            deadline = Deadline(time_s, self.deadline.stop, time.process_time)
-        else:
-            deadline = _time_slice(self.deadline, time_s)
+        deadline = _time_slice(self._end, time_s)
         is_quick = not entry.num_attempts and self._num_cuts(entry.setting) > _MAX_CUTS_OF_FULL_ATTEMPT
         setting_search = SettingSearch(self.explorer, entry.setting, self.best_s, deadline, is_quick)
         entry.num_attempts += 1
         try:
-            setting_search.run()
+            # Steps of the attempt that take long look at the stop, so that a single one of them cannot exceed the slice by much.
+            with self.explorer.stop.until(deadline):
+                setting_search.run()
         except UnsettledError:
             pass
+        except StopRequestedError:
+            self.explorer.stop.check()  # raises if more than this attempt has to end
         finally:
             self.result.num_simulated += setting_search.simulated
             if setting_search.best is not None:

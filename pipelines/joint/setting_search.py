@@ -313,9 +313,9 @@ class SettingSearch:
         # The best fractional cut so far: its step, and its times.
         center_s, center = math.inf, self._even_times
         for _ in range(max_rounds):
-            self.explorer.stop.check()
             if best is not None and self.deadline.is_over:
-                break
+                break  # the bound so far holds
+            self.explorer.stop.check()
             # Solve the linear program.  Its dual values give a bound over the cuts of the region.
             try:
                 relaxed = relaxation.solve(region.ranges)
