@@ -36,7 +36,7 @@ from .space import schedules
 from .stage_cost import Pricing, Replicas
 from .stage_search import MakeStages, Passes, StageSearch
 
-__all__ = ["RELATIVE_TOLERANCE", "Explorer", "Setting"]
+__all__ = ["RELATIVE_TOLERANCE", "Explorer", "Setting", "setting_of"]
 
 #: Relative difference of steps that counts as equal.
 RELATIVE_TOLERANCE = 1e-9
@@ -79,6 +79,11 @@ class Setting:
         if not self.schedule.halves_backwards:
             return self.micro_batch
         return 0 if self.micro_batch % 2 else self.micro_batch // 2
+
+
+def setting_of(configuration: Configuration) -> Setting:
+    """Return the setting of a configuration."""
+    return Setting(configuration.mesh, configuration.schedule, configuration.workload.micro_batch)
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,16 +33,21 @@ from .bounds import balance_weights, bound_class, estimated_step_weights, least_
 from .configuration import recomputed_inside
 from .cut_graph import MEMORY_PRICES, Bound, CutGraph
 from .evaluation import Evaluation
-from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
+from .explorer import RELATIVE_TOLERANCE, Explorer, Setting, setting_of
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
-from .space import SOME_BLOCKS, ways_of_units
+from .space import MAX_PASSES, SOME_BLOCKS, ways_of_units
 from .stage_cost import COMPONENTS, Replicas
 
-__all__ = ["Explored", "Search", "explore"]
+__all__ = ["Explored", "Search", "explore", "improve_near"]
 
 #: Seconds of processor time of the first, second, ... attempt at one setting.
 _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
+#: An attempt looks at its time slice between its steps, so that what it knows by then is kept.  A step that takes longer is ended
+#: this many seconds after the slice.
+_LONGEST_STEP_S = 1.0
+#: Seconds of processor time of the search of one setting near a known plan.
+_NEAR_S = 2.0
 #: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
 _MAX_EARLY_ATTEMPTS = 3
 #: A setting is attempted early if its estimated step is below this multiple of the incumbent.
@@ -53,6 +58,8 @@ _MAX_FAILED_ATTEMPTS = 20
 _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 #: Number of settings whose schedules are simulated between two early attempts.
 _SIMULATIONS_PER_ATTEMPT = 6
+#: Shares of the time for early attempts if a plan is known: of a whole search, and after :meth:`Search.find_incumbent`.
+_SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.5, 0.25
 #: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
 _ROUNDING = 1 - 1e-9
 
@@ -68,6 +75,8 @@ class _OpenSetting:
         has_memory_bound: Whether the bound includes the memory limit (:func:`_bound_with_memory`).
         has_level_bound: Whether the bound includes the loads of workers with several stages (:func:`_bound_by_loads`).
         num_attempts: Number of attempts so far.
+        estimate_s: Estimate of the step of a good plan; 0 if there is none.
+        num_estimates: Precision of the estimate: from the first bound (0), with memory (1), by simulation (2).
     """
 
     bound_s: float
@@ -76,6 +85,8 @@ class _OpenSetting:
     has_memory_bound: bool = field(default=False, compare=False)
     has_level_bound: bool = field(default=False, compare=False)
     num_attempts: int = field(default=0, compare=False)
+    estimate_s: float = field(default=0.0, compare=False)
+    num_estimates: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -150,17 +161,26 @@ class Search:
         self._deferred: list[_OpenSetting] = []
         #: Whether every setting has a first bound.
         self.is_bounded = False
+        self._share_of_early_attempts = _SHARE_OF_EARLY_ATTEMPTS
         #: The setting of the incumbent.
         self._best_setting: _OpenSetting | None = None
 
-    def find_incumbent(self, deadline: Deadline) -> Evaluation | None:
-        """Attempt the most promising settings until the deadline; return the best plan, or None if none is better than
-        ``known_s``."""
+    def find_incumbent(self, deadline: Deadline, share: float) -> Evaluation | None:
+        """Bound all settings, and attempt the most promising ones.
+
+        Args:
+            deadline: When to end.
+            share: Share of the deadline's time limit for the attempts.
+
+        Returns:
+            The best plan; None if none is better than ``known_s``.
+        """
         self.deadline = deadline
         try:
             with self.explorer.stop.until(self.patience or deadline):
+                self._share_of_early_attempts = _SHARE_OF_FURTHER_ATTEMPTS
                 self.bound_all()
-                self.attempt_promising()
+                self.attempt_promising(_time_slice(deadline, share * deadline.limit_s))
         except StopRequestedError:
             pass
         return self.result.best
@@ -176,7 +196,8 @@ class Search:
         try:
             with self.explorer.stop.until(self.patience or deadline):
                 self.bound_all()
-                self.attempt_promising()
+                share = self._share_of_early_attempts if math.isfinite(self.best_s) else 1.0
+                self.attempt_promising(_time_slice(self._end, share * self._end.left_s))
                 self.prove()
         except StopRequestedError:
             self.result.is_finished = False
@@ -240,37 +261,44 @@ class Search:
             self._first_bounds[key] = _bound_by_balance(self.explorer, setting) * _ROUNDING
         return self._first_bounds[key]
 
-    def attempt_promising(self) -> None:
+    def attempt_promising(self, deadline: Deadline) -> None:
         """Attempt the settings with the smallest estimated steps, until no estimate is near the incumbent or better.
 
         Each setting of equal workers passes three estimates of increasing precision: from its first bound, with memory, and by
         simulating its schedule.  The first ones are rough.  So the best of a few simulated settings is attempted before more of
         them are simulated.
+
+        Args:
+            deadline: When to end; the search may go on.
         """
-        equal = [entry for entry in self.open if isinstance(entry.setting.mesh, StageMesh) and not entry.num_attempts]
-        queue = [(_estimate(entry), entry.number, False, entry) for entry in equal]
-        heapq.heapify(queue)
+        # Estimates of an earlier call are kept.
+        queue: list[tuple[float, int, _OpenSetting]] = []
         simulated: list[tuple[float, int, _OpenSetting]] = []
+        for entry in self.open:
+            if isinstance(entry.setting.mesh, StageMesh) and not entry.num_attempts:
+                entry.estimate_s = entry.estimate_s or _estimate(entry)
+                (simulated if entry.num_estimates == 2 else queue).append((entry.estimate_s, entry.number, entry))
+        heapq.heapify(queue)
+        heapq.heapify(simulated)
         num_failed = 0
-        while not self.is_over and num_failed < _MAX_FAILED_ATTEMPTS:
+        while not deadline.is_over and num_failed < _MAX_FAILED_ATTEMPTS:
             # Refine the smallest estimates until a few more settings are simulated.
             num_new = 0
             while (
                 queue
                 and queue[0][0] < _PROMISING * self.best_s
                 and num_new < _SIMULATIONS_PER_ATTEMPT
-                and not self.is_over
+                and not deadline.is_over
             ):
-                estimate_s, number, has_memory, entry = heapq.heappop(queue)
+                _, number, entry = heapq.heappop(queue)
                 if entry.bound_s >= self.limit_s:
                     continue
-                if has_memory:
-                    estimate_s = max(estimate_s, _estimate_by_simulation(self.explorer, entry.setting, estimate_s))
-                    heapq.heappush(simulated, (estimate_s, number, entry))
-                    num_new += 1
-                else:
-                    estimate_s = max(estimate_s, _estimate_with_memory(self.explorer, entry.setting, estimate_s))
-                    heapq.heappush(queue, (estimate_s, number, True, entry))
+                refine = _estimate_by_simulation if entry.num_estimates else _estimate_with_memory
+                entry.estimate_s = max(entry.estimate_s, refine(self.explorer, entry.setting, entry.estimate_s))
+                entry.num_estimates += 1
+                is_simulated = entry.num_estimates == 2
+                heapq.heappush(simulated if is_simulated else queue, (entry.estimate_s, number, entry))
+                num_new += is_simulated
             if not simulated or simulated[0][0] >= _PROMISING * self.best_s:
                 if num_new:
                     continue
@@ -344,8 +372,7 @@ class Search:
         setting_search = SettingSearch(self.explorer, entry.setting, self.best_s, deadline, is_quick)
         entry.num_attempts += 1
         try:
-            # Steps of the attempt that take long look at the stop, so that a single one of them cannot exceed the slice by much.
-            with self.explorer.stop.until(deadline):
+            with self.explorer.stop.until(_time_slice(self._end, time_s + _LONGEST_STEP_S)):
                 setting_search.run()
         except UnsettledError:
             pass
@@ -357,6 +384,53 @@ class Search:
                 self.result.best, self.best_s = setting_search.best, setting_search.best_s
                 self._best_setting = entry
             entry.bound_s = max(entry.bound_s, setting_search.bound_s * _ROUNDING)
+
+
+def improve_near(
+    explorer: Explorer,
+    plan: Evaluation,
+    is_micro_batch_free: bool,
+    deadline: Deadline,
+    report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
+) -> Evaluation:
+    """Return the best plan that is found in the setting of a good plan; else the plan itself.
+
+    After a better plan the search goes on to the settings with half and twice its micro-batch.
+
+    Args:
+        explorer: The tables and prices of the model on the cluster.
+        plan: A plan with a synchronous schedule.
+        is_micro_batch_free: Whether the plan may have another micro-batch.
+        deadline: When to end the search with the best plan so far.
+        report: As in :func:`explore`.
+    """
+    batch = explorer.workload.batch
+    best, first = plan, setting_of(plan.configuration)
+    queue, seen = [first], {first}
+    while queue and not deadline.is_over:
+        setting = queue.pop(0)
+        part = _time_slice(deadline, _NEAR_S)
+        known_s = best.cost(explorer.pricing.objective)
+        found: Evaluation | None = None
+        if explorer.memory_demand(setting.schedule) is not None:
+            search = SettingSearch(explorer, setting, known_s, part)
+            try:
+                with explorer.stop.until(part):
+                    search.run()
+            except (UnsettledError, StopRequestedError):
+                pass
+            found = search.best
+        if found is not None:
+            best = found
+            report(search.best_s, 0.0, search.simulated)
+            for size in (setting.micro_batch // 2, 2 * setting.micro_batch) if is_micro_batch_free else ():
+                if size and batch % size == 0:
+                    schedule = replace(setting.schedule, num_micro_batches=batch // size)
+                    near = Setting(setting.mesh, schedule, size)
+                    if near not in seen and schedule.num_stages * schedule.num_micro_batches <= MAX_PASSES:
+                        queue.append(near)
+                        seen.add(near)
+    return best
 
 
 def _time_slice(deadline: Deadline, seconds: float) -> Deadline:

@@ -54,7 +54,7 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.strategy import Strategy
 
 from ..stepgraph import StepGraph
-from .bounds import balance_weights, worker_loads
+from .bounds import balance_weights, worker_loads, worker_paths
 from .cut_graph import Bound, CutGraph, TooManyError
 from .cut_program import TOLERANCE, CutProgram
 from .cut_regions import Cut, Region, bottleneck_cut, cheapest_cut, cut_at
@@ -228,11 +228,12 @@ class SettingSearch:
     def _initialise(self) -> bool:
         """Add the first paths and columns; return whether every unit can be run.
 
-        The paths are the balance bound and the workers' loads.  The columns are the cheapest ways to run units at several prices of
-        memory, the last of which counts memory alone.
+        The paths are the balance bound and the workers' loads, with fill and drain if the schedule is synchronous.  The columns
+        are the cheapest ways to run units at several prices of memory, the last of which counts memory alone.
         """
         balanced = balance_weights(self.setting.schedule, self.setting.widths)
-        for path in (balanced, *worker_loads(self.setting.schedule)):
+        spec = self.setting.schedule
+        for path in (balanced, *(worker_paths(spec) if spec.synchronous else worker_loads(spec))):
             self._add_path(path, is_from_schedule=True)
         weights = np.maximum(balanced, 1e-3)
         prices = self.cut_graph.price_grid(weights, self._approximate_step_s())

@@ -164,7 +164,7 @@ def test_settings_that_wait_for_more_time_are_in_the_bound(monkeypatch, looks):
             raise search.UnsettledError
 
     monkeypatch.setattr(search, "SettingSearch", Undecided)
-    monkeypatch.setattr(search.Search, "attempt_promising", lambda self: None)
+    monkeypatch.setattr(search.Search, "attempt_promising", lambda self, deadline: None)
     every = list(explorer.settings(None, False, lambda spec: spec.num_workers > 1))
     bounds = []
     found = explore(explorer, every, 1e3, Deadline(None, explorer.stop), lambda best, bound, _: bounds.append(bound))
