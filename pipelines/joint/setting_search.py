@@ -77,6 +77,8 @@ _MAX_RUNS_OF_EVEN_CUT = 4
 #: The bound of a region is not raised further if its distance from the step of the best fractional cut is less than this part of
 #: the distance from there to the threshold: it would stay below the threshold.
 _CLOSE = 0.1
+#: The same part in a quick search, which leaves the rest to a later one.
+_CLOSE_IF_QUICK = 0.4
 #: A quick search tries cuts only if the step of the best fractional cut is below this part of the threshold.
 _PROMISING = 0.97
 #: Largest number of paths in the linear program.
@@ -348,7 +350,8 @@ class SettingSearch:
                 is_new |= self._add_path(path)
                 if step < center_s:
                     center_s, center = step, times
-            if not is_new or center_s - best.least_s < _CLOSE * (self.threshold - center_s):
+            close = _CLOSE_IF_QUICK if self.is_quick else _CLOSE
+            if not is_new or center_s - best.least_s < close * (self.threshold - center_s):
                 break
         assert best is not None
         return replace(best, fractional_s=center_s)
