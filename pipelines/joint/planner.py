@@ -207,6 +207,7 @@ def _plan_by_search(
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
     # Phase 1: the best one of the first plans is the first incumbent.
+    trial = first_plans[0]
     first = [plan for plan in (one_stage, *first_plans) if plan is not None]
     best = min(first, key=partial(_cost, job), default=None)
     if best is not None:
@@ -214,10 +215,11 @@ def _plan_by_search(
     # Phase 2: an early incumbent, by the most promising settings.
     settings = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
     search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.report)
-    best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT) or best
+    is_good = best is not None and best is not trial
+    best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT, is_good) or best
     # Phase 3: the best plan of every family.
     rivals: list[Rival] = []
-    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, first_plans[0], clock):
+    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, trial, clock):
         rivals.append(rival)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan

@@ -58,8 +58,8 @@ _MAX_FAILED_ATTEMPTS = 20
 _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 #: Number of settings whose schedules are simulated between two early attempts.
 _SIMULATIONS_PER_ATTEMPT = 6
-#: Shares of the time for early attempts if a plan is known: of a whole search, and after :meth:`Search.find_incumbent`.
-_SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.5, 0.25
+#: Shares of the time for early attempts if a plan is known: as long as none has found a better plan, and afterwards.
+_SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.25
 #: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
 _ROUNDING = 1 - 1e-9
 
@@ -165,12 +165,13 @@ class Search:
         #: The setting of the incumbent.
         self._best_setting: _OpenSetting | None = None
 
-    def find_incumbent(self, deadline: Deadline, share: float) -> Evaluation | None:
+    def find_incumbent(self, deadline: Deadline, share: float, is_good: bool = False) -> Evaluation | None:
         """Bound all settings, and attempt the most promising ones.
 
         Args:
             deadline: When to end.
             share: Share of the deadline's time limit for the attempts.
+            is_good: Whether the plan that is known comes from a search, so that a better one is not worth as much time.
 
         Returns:
             The best plan; None if none is better than ``known_s``.
@@ -178,11 +179,12 @@ class Search:
         self.deadline = deadline
         try:
             with self.explorer.stop.until(self.patience or deadline):
-                self._share_of_early_attempts = _SHARE_OF_FURTHER_ATTEMPTS
                 self.bound_all()
                 self.attempt_promising(_time_slice(deadline, share * deadline.limit_s))
         except StopRequestedError:
             pass
+        if is_good or self.result.best is not None:
+            self._share_of_early_attempts = _SHARE_OF_FURTHER_ATTEMPTS
         return self.result.best
 
     def resume(self, known_s: float, deadline: Deadline) -> Explored:
