@@ -43,7 +43,7 @@ RELATIVE_TOLERANCE = 1e-9
 #: Number of cached step graphs; a graph of 10,000 tasks takes about 1 MiB.
 _MAX_GRAPHS = 96
 #: Number of passes of micro-batches through stages from which a schedule has a condensed graph.
-_MIN_PASSES_TO_CONDENSE = 2000
+_MIN_PASSES_TO_CONDENSE = 600
 #: Number of longest paths per schedule that are kept for other settings with the same schedule.
 _MAX_PATHS = 12
 
