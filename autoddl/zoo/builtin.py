@@ -15,6 +15,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
 from .feedforward import VGG_FEATURES, mlp, vgg
+from .mixtures import Mixture
 from .named import FAMILIES
 from .transformers import Transformer
 
@@ -165,6 +166,41 @@ def _llama(graph: LayerGraph, layers: Mapping[str, Layer]) -> Transformer:
     )
 
 
+def _moe(graph: LayerGraph, layers: Mapping[str, Layer]) -> Mixture:
+    end = f"layers.{_num_blocks(graph) - 1}"
+    found = layers[f"{end}.mlp.experts"]
+    attributes, tokens = found.attributes, layers["embed_tokens"]
+    dense, shared = layers.get("layers.0.mlp.down_proj"), layers.get(f"{end}.mlp.shared_experts.down_proj")
+    inner = attributes["inner"]
+    attend = layers["layers.0.self_attn"].attributes
+    return Mixture(
+        graph.name,
+        layers=_num_blocks(graph),
+        width=tokens.features,
+        heads=attend["heads"],
+        sequence=tokens.rows,
+        vocabulary=tokens.attributes["vocabulary"],
+        intermediate=dense.attributes["in_features"] if dense else inner,
+        kv_heads=attend["kv_heads"],
+        head_dim=attend["head_dim"],
+        activation="silu",
+        tied=_is_tied(layers["lm_head"]),
+        qkv_bias=_has_bias(layers["layers.0.self_attn.q_proj+k_proj+v_proj"]),
+        experts=attributes["experts"],
+        per_token=attributes["per_token"],
+        expert_width=inner,
+        shared_width=shared.attributes["in_features"] if shared else 0,
+        dense_layers=sum(f"layers.{i}.mlp.down_proj" in layers for i in range(_num_blocks(graph))),
+        renormalises=bool(attributes["renormalises"]),
+        sigmoid=bool(attributes.get("sigmoid", 0)),
+        scaling=attributes.get("scaling", 1000),
+        groups=attributes.get("groups", 1),
+        groups_per_token=attributes.get("groups_per_token", 1),
+        # The smallest factor with this capacity, rounded so that it is not above it.
+        capacity_factor=(attributes["capacity"] - 0.5) * attributes["experts"] / attributes["per_token"] / tokens.rows,
+    )
+
+
 def _num_blocks(graph: LayerGraph) -> int:
     return 1 + max(layer.block_index for layer in graph.layers)
 
@@ -181,6 +217,7 @@ _READERS: Mapping[str, Callable[[LayerGraph, Mapping[str, Layer]], Sizes]] = {
     "gpt": _gpt,
     "bert": _bert,
     "llama": _llama,
+    "moe": _moe,
     "vgg": _vgg,
     "mlp": _mlp,
 }

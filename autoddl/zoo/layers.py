@@ -11,6 +11,7 @@ from autoddl.costmodel.kinds.attention import attention
 from autoddl.costmodel.kinds.conv2d import conv2d
 from autoddl.costmodel.kinds.embedding import embedding
 from autoddl.costmodel.kinds.epilogue import KEPT_PER_ELEMENT, kept_by_epilogue
+from autoddl.costmodel.kinds.experts import capacity_of, experts
 from autoddl.costmodel.kinds.linear import linear
 from autoddl.costmodel.kinds.loss import loss
 from autoddl.costmodel.kinds.norm import norm
@@ -24,8 +25,10 @@ __all__ = [
     "GraphBuilder",
     "add",
     "attention",
+    "capacity_of",
     "conv2d",
     "embedding",
+    "experts",
     "kept_by_epilogue",
     "linear",
     "loss",
@@ -63,7 +66,9 @@ class GraphBuilder:
             source = self.add(layer, source)
         return source
 
-    def repeat(self, block: str, count: int, template: Sequence[tuple[Layer, Sequence[str]]], source: str) -> str:
+    def repeat(
+        self, block: str, count: int, template: Sequence[tuple[Layer, Sequence[str]]], source: str, start: int = 0
+    ) -> str:
         """Append a block ``count`` times, each reading the previous one; returns the last layer's name.
 
         Args:
@@ -71,8 +76,9 @@ class GraphBuilder:
             count: number of repetitions.
             template: the block's layers, named by role, each with the roles that it reads.
             source: the layer that the first repetition reads.
+            start: index of the first repetition.
         """
-        for index in range(count):
+        for index in range(start, start + count):
             entry = source
             for layer, roles in template:
                 inputs = (entry if role == BLOCK_INPUT else f"{block}.{index}.{role}" for role in roles)

@@ -6,6 +6,7 @@ from .add import Add
 from .attention import Attention
 from .conv2d import Conv2d
 from .embedding import Embedding
+from .experts import Experts
 from .linear import Linear
 from .loss import Loss
 from .norm import Norm
@@ -15,6 +16,6 @@ from .registry import register
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN = (Linear(), Embedding(), Position(), Attention(), Norm(), Add(), Conv2d(), Loss(), Opaque())
+BUILT_IN = (Linear(), Embedding(), Position(), Attention(), Norm(), Add(), Conv2d(), Experts(), Loss(), Opaque())
 for _kind in BUILT_IN:
     register(_kind)

@@ -35,6 +35,7 @@ from .operations import (
     summa_product,
     tanh_gelu,
 )
+from .routing import collect, dispatch, expert_products, route
 from .setting import Batch, LayerSetting
 from .shards import gather_weights, lean_product
 from .statements import Call, Fact, Name, Statement
@@ -58,12 +59,15 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             apply_dropout,
             attend,
             bind_dropout,
+            collect,
             concat_grouped,
             concat_heads,
             convolve,
             cross_entropy,
             data,
+            dispatch,
             elu,
+            expert_products,
             gather_weights,
             lean_product,
             lookup,
@@ -72,6 +76,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             normalise,
             positions,
             quick_gelu,
+            route,
             run_module,
             split_gate,
             summa_product,
