@@ -115,16 +115,16 @@ def assign_slots(chosen: np.ndarray, num: int, capacity: int) -> tuple[np.ndarra
 
 def dispatch(x: Tensor, tokens: Tensor, num: int, capacity: int) -> Tensor:
     """Copy tokens (samples, rows, features) to slots (experts, samples, capacity, features)."""
-    return _rows(x.reshape(-1, x.shape[-1]), tokens).reshape(num, x.shape[0], capacity, x.shape[-1])
+    return rows_at(x.reshape(-1, x.shape[-1]), tokens).reshape(num, x.shape[0], capacity, x.shape[-1])
 
 
 def collect(x: Tensor, shares: Tensor, places: Tensor, rows: int) -> Tensor:
     """Add up the results in slots (experts, samples, capacity, features) for each token, by their shares."""
-    results = _rows(x.reshape(-1, x.shape[-1]), places)
+    results = rows_at(x.reshape(-1, x.shape[-1]), places)
     return (results * shares.unsqueeze(-1)).sum(dim=1).reshape(x.shape[1], rows, x.shape[-1])
 
 
-def _rows(table: Tensor, indices: Tensor) -> Tensor:
+def rows_at(table: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of a table at indices; zeros for the index behind the last row."""
     zeros = flow.zeros(1, table.shape[-1], dtype=table.dtype, device=table.device)
     return functional.embedding(indices, flow.cat([table, zeros], dim=0))

@@ -8,8 +8,16 @@ import pytest
 
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.meshes import StageMesh
+from autoddl.verification import verify
+from autoddl.zoo.builtin import BuiltIn
 from autoddl.zoo.mixtures import Mixture, mixture
 
+from . import test_exported as exports
+from . import test_exported_pipelines as pipelines
+from .pipeline_plans import pipelined
+from .sent_bytes import Sent, check_sent
 from .test_applied import Case, check_pass
 
 SIZES = Mixture(
@@ -70,3 +78,48 @@ def test_experts_at_every_division(ranks, name):
 def test_bytes_on_8_ranks(counted_ranks):
     sizes = replace(SIZES, sequence=64, width=128, expert_width=64)
     check_pass(case_of(sizes, ((4, 2, 1),), (2,)), counted_ranks, counts_pass=True)
+
+
+# ---- Exported files and pipelines ----------------------------------------------------------------------------------------------
+
+PAIR = StageMesh(1, 2)
+ONE_F_ONE_B = PipelineSchedule("1f1b", 2, 2, (("policy", "A"),))
+#: Two pipelines in opposite directions: each stage has two replicas, whose experts' gradients are summed.
+CHIMERA = replace(PipelineSchedule("chimera", 2, 2), num_pipelines=2)
+
+
+def test_the_exported_file_trains_like_the_plan(counted_ranks, tmp_path):
+    case = exports.random_case("moe", DEEP, (2, 2), 6, batch=8)
+    assert any(strategy.experts for strategy in case.strategies.values())
+    arguments = case.built_in, case.graph, case.strategies, case.workload, exports.exported(case, tmp_path), True
+    exports.check(lambda: counted_ranks(4).run(f"{exports.JOBS}:train_both", *arguments))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_stages_with_experts_train_like_one_device(counted_ranks, tmp_path, name):
+    """The runtime and the exported file, four ranks that take turns on a machine of few cores: that takes 10 s."""
+    built_in = BuiltIn("moe", replace(SIZES, layers=2))
+    plan = pipelined(built_in, ONE_F_ONE_B if name == "1f1b" else CHIMERA, (1, 1), PAIR, seed=6)
+    divided = [s for stage in plan.evaluation.configuration.stages for s in stage.strategies.values() if s.experts]
+    assert divided
+    pool, arguments = counted_ranks(4), (built_in, plan, pipelines.exported(plan, tmp_path), 1)
+    results = pool.run(f"{pipelines.JOBS}:train_both", *arguments)
+    losses, values = pool.run(f"{pipelines.JOBS}:train_alone", built_in, plan, 1)[0]
+    pipelines.check_against_one_device(results, losses, values)
+    pipelines.check_against_runtime(plan, results)
+    pipelines.check_bytes_of_a_run(pool, arguments, results)
+
+
+def test_a_verified_pipeline_sends_what_it_is_priced(counted_ranks):
+    """Two stages with divided experts: three steps, values, and bytes within 3 %."""
+    plan = pipelined(BuiltIn("moe", replace(SIZES, layers=2)), ONE_F_ONE_B, (1, 1), PAIR, seed=6)
+
+    def run():
+        return verify(plan, 4, pool=counted_ranks(4))
+
+    def sent(found):
+        return [Sent("a run", found.step.sent_bytes, found.step.predicted_bytes, num_readings=0)]
+
+    found = run()
+    assert found.faults == () and found.is_right
+    check_sent(4, sent(found), lambda: sent(run()))

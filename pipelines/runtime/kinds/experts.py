@@ -33,10 +33,14 @@ def program(context: LayerContext) -> LayerProgram:
         options["scaling"] = attributes["scaling"] / 1000
     if "groups" in attributes:
         options["groups"] = [attributes["groups"], attributes["groups_per_token"]]
-    body = [_along("all_gather", axis, 2, _LOGITS) for axis in columns]
+    # The inputs of a layer are not assigned again.
+    logits, body = _LOGITS, list[Call]()
+    for axis in columns:
+        body.append(_along("all_gather", axis, 2, logits, "logits"))
+        logits = "logits"
     if not experts:
         body += [_along("all_gather", axis, 2) for axis in columns]
-    body.append(Call("route", (Name(_LOGITS), RANKS), options, result=("shares", "tokens", "places")))
+    body.append(Call("route", (Name(logits), RANKS), options, result=("shares", "tokens", "places")))
     body.append(Call("dispatch", (X, Name("tokens")), {"num": num, "capacity": capacity}))
     if experts:
         body += [_exchange(axis, split_dim=0, concat_dim=1) for axis in experts]
@@ -51,8 +55,8 @@ def program(context: LayerContext) -> LayerProgram:
     return LayerProgram(_WEIGHTS, (*context.recomputable((X.text, _LOGITS, *_WEIGHTS), body), *epilogue(context)))
 
 
-def _along(collective: str, axis: Any, dim: int, tensor: str = X.text) -> Call:
-    return Call(f"ranks.{collective}", (Name(tensor),), {"axis": axis, "dim": dim}, result=(tensor,), num_steps=1)
+def _along(collective: str, axis: Any, dim: int, tensor: str = X.text, result: str = X.text) -> Call:
+    return Call(f"ranks.{collective}", (Name(tensor),), {"axis": axis, "dim": dim}, result=(result,), num_steps=1)
 
 
 def _exchange(axis: Any, split_dim: int, concat_dim: int) -> Call:
