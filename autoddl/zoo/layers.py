@@ -12,11 +12,13 @@ from autoddl.costmodel.kinds.conv2d import conv2d
 from autoddl.costmodel.kinds.embedding import embedding
 from autoddl.costmodel.kinds.epilogue import KEPT_PER_ELEMENT, kept_by_epilogue
 from autoddl.costmodel.kinds.experts import capacity_of, experts
+from autoddl.costmodel.kinds.latent import latent_attention
 from autoddl.costmodel.kinds.linear import linear
 from autoddl.costmodel.kinds.loss import loss
 from autoddl.costmodel.kinds.norm import norm
 from autoddl.costmodel.kinds.opaque import opaque
 from autoddl.costmodel.kinds.position import position
+from autoddl.costmodel.kinds.tokengate import token_gate
 from autoddl.costmodel.layer import Layer
 
 __all__ = [
@@ -30,11 +32,13 @@ __all__ = [
     "embedding",
     "experts",
     "kept_by_epilogue",
+    "latent_attention",
     "linear",
     "loss",
     "norm",
     "opaque",
     "position",
+    "token_gate",
 ]
 
 #: In a block's template: the input of the block.

@@ -18,7 +18,20 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
-from .layers import BLOCK_INPUT, GraphBuilder, add, attention, capacity_of, embedding, experts, linear, loss, norm
+from .layers import (
+    BLOCK_INPUT,
+    GraphBuilder,
+    add,
+    attention,
+    capacity_of,
+    embedding,
+    experts,
+    latent_attention,
+    linear,
+    loss,
+    norm,
+    token_gate,
+)
 from .transformers import Transformer
 
 __all__ = ["CAPACITY_FACTOR", "MIXTURES", "Mixture", "mixture", "sized_mixture"]
@@ -44,6 +57,11 @@ class Mixture(Transformer):
         sigmoid: whether shares are sigmoids of the logits, not their softmax.
         scaling: thousandths of the factor of the shares.
         groups, groups_per_token: number of groups of experts, and of those from which a token can choose.
+        query_rank: features of the low rank of queries of latent attention; 0: they have none.
+        latent_rank: features of the low rank of keys and values; 0: attention is that of LLaMA. With latent attention,
+            ``head_dim`` are the features of a query without position.
+        rotary_dim: rotated features of a query, and of the key that all heads share.
+        value_dim: features of a value.
         capacity_factor: see :func:`autoddl.costmodel.kinds.experts.capacity_of`.
     """
 
@@ -58,6 +76,10 @@ class Mixture(Transformer):
     scaling: int = 1000
     groups: int = 1
     groups_per_token: int = 1
+    query_rank: int = 0
+    latent_rank: int = 0
+    rotary_dim: int = 0
+    value_dim: int = 0
     capacity_factor: float = CAPACITY_FACTOR
 
     def __post_init__(self) -> None:
@@ -109,6 +131,8 @@ def mixture(model: Transformer) -> LayerGraph:
 def _attention(model: Mixture) -> Template:
     """The layers of a block up to the norm before the MLP."""
     rows, width = model.sequence, model.width
+    if model.latent_rank:
+        return _latent_attention(model)
     kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or width // model.heads
     queries, keys = model.heads * head_dim, kv_heads * head_dim
     qkv = "self_attn.q_proj+k_proj+v_proj"
@@ -125,6 +149,37 @@ def _attention(model: Mixture) -> Template:
             ["self_attn"],
         ),
         (add("add_1", (rows, width)), [BLOCK_INPUT, "self_attn.o_proj"]),
+        (norm("post_attention_layernorm", rows, width, statistics=1), ["add_1"]),
+    ]
+
+
+def _latent_attention(model: Mixture) -> Template:
+    rows, width, heads, rank = model.sequence, model.width, model.heads, model.latent_rank
+    queries, entry, path = heads * (model.head_dim + model.rotary_dim), "input_layernorm", "self_attn"
+    template: Template = [(norm(entry, rows, width, statistics=1), [BLOCK_INPUT])]
+    q = f"{path}.q_b_proj" if model.query_rank else f"{path}.q_proj"
+    if model.query_rank:
+        q_a, q_norm = f"{path}.q_a_proj", f"{path}.q_a_layernorm"
+        template += [
+            (linear(q_a, rows, width, model.query_rank, bias=False), [entry]),
+            (norm(q_norm, rows, model.query_rank, statistics=1), [q_a]),
+            (linear(q, rows, model.query_rank, queries, bias=False), [q_norm]),
+        ]
+    else:
+        template.append((linear(q, rows, width, queries, bias=False), [entry]))
+    kv_a, kv_norm, kv_b, shared = (f"{path}.{n}" for n in ("kv_a_proj", "kv_a_layernorm", "kv_b_proj", "k_rope_proj"))
+    core = latent_attention(
+        path, rows, heads, head_dim=model.head_dim, rotary_dim=model.rotary_dim, value_dim=model.value_dim
+    )
+    return [
+        *template,
+        (linear(kv_a, rows, width, rank, bias=False), [entry]),
+        (norm(kv_norm, rows, rank, statistics=1), [kv_a]),
+        (linear(kv_b, rows, rank, heads * (model.head_dim + model.value_dim), bias=False), [kv_norm]),
+        (linear(shared, rows, width, model.rotary_dim, bias=False), [entry]),
+        (core, [q, kv_b, shared]),
+        (linear(f"{path}.o_proj", rows, heads * model.value_dim, width, bias=False), [path]),
+        (add("add_1", (rows, width)), [BLOCK_INPUT, f"{path}.o_proj"]),
         (norm("post_attention_layernorm", rows, width, statistics=1), ["add_1"]),
     ]
 
@@ -172,6 +227,9 @@ def _experts(model: Mixture) -> Template:
     if model.shared_width:
         template += _mlp(model, "mlp.shared_experts", model.shared_width)
         terms.append("mlp.shared_experts.down_proj")
+    if model.has_shared_gate:
+        template.append((token_gate("mlp.shared_gate", rows, width), ["post_attention_layernorm", terms.pop()]))
+        terms.append("mlp.shared_gate")
     return [*template, _sum(model, *terms)]
 
 
@@ -192,6 +250,12 @@ def _named(
     **others: Any,
 ) -> Mixture:
     return Mixture(name, layers, width, heads, sequence, vocabulary, activation="silu", tied=False, **others)
+
+
+def _deepseek(name: str, layers: int, width: int, heads: int, vocabulary: int, **others: Any) -> Mixture:
+    """A DeepSeek with latent attention: all have these sizes of heads."""
+    latent = {"head_dim": 128, "rotary_dim": 64, "value_dim": 128, "latent_rank": 512}
+    return _named(name, layers, width, heads, vocabulary, **latent, **others)
 
 
 _MIXTRAL = _named(
@@ -222,5 +286,86 @@ MIXTURES: tuple[Mixture, ...] = (
         shared_width=2816,
         dense_layers=1,
         renormalises=False,
+    ),
+    _named(
+        "qwen1.5-moe-a2.7b",
+        24,
+        2048,
+        16,
+        151936,
+        intermediate=5632,
+        qkv_bias=True,
+        experts=60,
+        per_token=4,
+        expert_width=1408,
+        shared_width=5632,
+        has_shared_gate=True,
+        renormalises=False,
+    ),
+    _named(
+        "qwen2-57b-a14b",
+        28,
+        3584,
+        28,
+        151936,
+        kv_heads=4,
+        intermediate=18944,
+        qkv_bias=True,
+        experts=64,
+        per_token=8,
+        expert_width=2560,
+        shared_width=20480,
+        has_shared_gate=True,
+        renormalises=False,
+    ),
+    _deepseek(
+        "deepseek-v2-lite",
+        27,
+        2048,
+        16,
+        102400,
+        intermediate=10944,
+        experts=64,
+        per_token=6,
+        expert_width=1408,
+        shared_width=2816,
+        dense_layers=1,
+        renormalises=False,
+    ),
+    _deepseek(
+        "deepseek-v2",
+        60,
+        5120,
+        128,
+        102400,
+        query_rank=1536,
+        intermediate=12288,
+        experts=160,
+        per_token=6,
+        expert_width=1536,
+        shared_width=3072,
+        dense_layers=1,
+        renormalises=False,
+        scaling=16000,
+        groups=8,
+        groups_per_token=3,
+    ),
+    _deepseek(
+        "deepseek-v3",
+        61,
+        7168,
+        128,
+        129280,
+        query_rank=1536,
+        intermediate=18432,
+        experts=256,
+        per_token=8,
+        expert_width=2048,
+        shared_width=2048,
+        dense_layers=3,
+        sigmoid=True,
+        scaling=2500,
+        groups=8,
+        groups_per_token=4,
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.pipelines.runtime.mixtures import ExpertSizes, MixtureOfExperts
+from autoddl.pipelines.runtime.mixtures import ExpertSizes, LatentSizes, MixtureOfExperts
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases
 
 from .builtin import BuiltIn, MLPSizes, VGGSizes
@@ -32,7 +32,9 @@ def build_module(built_in: BuiltIn) -> Any:
     biases = LlamaBiases(sizes.qkv_bias, sizes.output_bias, sizes.mlp_bias)
     common.update(kv_heads=sizes.kv_heads or None, head_dim=sizes.head_dim or None, biases=biases)
     if isinstance(sizes, Mixture):
-        return MixtureOfExperts(*shape, sizes=_expert_sizes(sizes), dense_layers=sizes.dense_layers, **common)
+        latent = LatentSizes(sizes.query_rank, sizes.latent_rank, sizes.head_dim, sizes.rotary_dim, sizes.value_dim)
+        common.update(latent=latent if sizes.latent_rank else None, dense_layers=sizes.dense_layers)
+        return MixtureOfExperts(*shape, sizes=_expert_sizes(sizes), **common)
     return Llama(*shape, **common)
 
 
@@ -48,6 +50,7 @@ def _expert_sizes(sizes: Mixture) -> ExpertSizes:
         sizes.groups,
         sizes.groups_per_token,
         sizes.shared_width,
+        sizes.has_shared_gate,
     )
 
 

@@ -16,6 +16,7 @@ from . import facts
 from .attending import attend
 from .dropouts import apply_dropout, bind_dropout, dropout_of
 from .kinds.registry import layer_program, registered_functions
+from .latent import attend_latent
 from .load import load_oneflow
 from .losses import cross_entropy, mean_error
 from .norms import normalise
@@ -35,7 +36,7 @@ from .operations import (
     summa_product,
     tanh_gelu,
 )
-from .routing import collect, dispatch, expert_products, route
+from .routing import collect, dispatch, expert_products, gate_tokens, route
 from .setting import Batch, LayerSetting
 from .shards import gather_weights, lean_product
 from .statements import Call, Fact, Name, Statement
@@ -58,6 +59,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         for function in (
             apply_dropout,
             attend,
+            attend_latent,
             bind_dropout,
             collect,
             concat_grouped,
@@ -68,6 +70,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             dispatch,
             elu,
             expert_products,
+            gate_tokens,
             gather_weights,
             lean_product,
             lookup,

@@ -14,12 +14,24 @@ import numpy as np
 from .backend import HOST
 from .load import load_oneflow
 from .model_constants import ROTARY_BASE
-from .models import Llama, LlamaAttention, LlamaBiases, LlamaMLP, RMSNorm, nn
+from .models import (
+    Llama,
+    LlamaAttention,
+    LlamaBiases,
+    LlamaMLP,
+    RMSNorm,
+    causal_mask,
+    merge_heads,
+    nn,
+    split_heads,
+)
+from .models import _attend as attend
+from .models import _rotate as rotate
 
 flow = load_oneflow()
 functional: Any = flow.nn.functional
 
-__all__ = ["ExpertSizes", "MixtureOfExperts"]
+__all__ = ["ExpertSizes", "LatentSizes", "MixtureOfExperts"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,18 @@ class ExpertSizes:
     groups: int = 1
     groups_per_token: int = 1
     shared_width: int = 0
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of latent attention; see :class:`autoddl.zoo.mixtures.Mixture`."""
+
+    query_rank: int
+    latent_rank: int
+    head_dim: int
+    rotary_dim: int
+    value_dim: int
 
 
 class Experts(nn.Module):
@@ -97,11 +121,50 @@ class ExpertMLP(nn.Module):
         self.experts = Experts(width, sizes)
         if sizes.shared_width:
             self.shared_experts = LlamaMLP(width, sizes.shared_width, activation, bias=False)
-        self.has_shared = sizes.shared_width > 0
+        if sizes.has_shared_gate:
+            self.shared_gate = nn.Linear(width, 1, bias=False)
+        self.sizes = sizes
 
     def forward(self, x: Any) -> Any:
         y = self.experts(x, self.gate(x))
-        return y + self.shared_experts(x) if self.has_shared else y
+        if self.sizes.shared_width == 0:
+            return y
+        shared = self.shared_experts(x)
+        if self.sizes.has_shared_gate:
+            shared = shared * flow.sigmoid(self.shared_gate(x))
+        return y + shared
+
+
+class LatentAttention(nn.Module):
+    """Attention whose queries, keys and values are projected from low ranks, and whose heads share the rotated features of keys."""
+
+    def __init__(self, width: int, heads: int, sizes: LatentSizes):
+        super().__init__()
+        self.heads, self.sizes = heads, sizes
+        queries, rank = heads * (sizes.head_dim + sizes.rotary_dim), sizes.latent_rank
+        if sizes.query_rank:
+            self.q_a_proj = nn.Linear(width, sizes.query_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(sizes.query_rank)
+            self.q_b_proj = nn.Linear(sizes.query_rank, queries, bias=False)
+        else:
+            self.q_proj = nn.Linear(width, queries, bias=False)
+        self.kv_a_proj = nn.Linear(width, rank, bias=False)
+        self.kv_a_layernorm = RMSNorm(rank)
+        self.kv_b_proj = nn.Linear(rank, heads * (sizes.head_dim + sizes.value_dim), bias=False)
+        self.k_rope_proj = nn.Linear(width, sizes.rotary_dim, bias=False)
+        self.o_proj = nn.Linear(heads * sizes.value_dim, width, bias=False)
+
+    def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
+        size = self.sizes.head_dim
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.sizes.query_rank else self.q_proj(x)
+        query = split_heads(q, self.heads)
+        key_value = split_heads(self.kv_b_proj(self.kv_a_layernorm(self.kv_a_proj(x))), self.heads)
+        shared = rotate(self.k_rope_proj(x).unsqueeze(1), cosine, sine)
+        shared = shared.expand(x.shape[0], self.heads, x.shape[1], self.sizes.rotary_dim)
+        query = flow.cat([query[..., :size], rotate(query[..., size:], cosine, sine)], dim=-1)
+        key = flow.cat([key_value[..., :size], shared], dim=-1)
+        attended = attend(query, key, key_value[..., size:], causal_mask(x.shape[1], x.device))
+        return self.o_proj(merge_heads(attended))
 
 
 class MixtureBlock(nn.Module):
@@ -129,6 +192,7 @@ class MixtureOfExperts(Llama):
         inner: int,
         sizes: ExpertSizes,
         *,
+        latent: LatentSizes | None = None,
         dense_layers: int = 0,
         kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -139,12 +203,19 @@ class MixtureOfExperts(Llama):
     ):
         super().__init__(0, width, heads, vocabulary, inner, head_dim=head_dim, tied=tied, theta=theta)
         biases = biases or LlamaBiases()
-        attention = (width, heads, kv_heads or heads, self.head_dim, biases)
+        if latent:
+            self.head_dim = latent.rotary_dim  # the features that are rotated
+
+        def attention() -> Any:
+            if latent:
+                return LatentAttention(width, heads, latent)
+            return LlamaAttention(width, heads, kv_heads or heads, self.head_dim, biases)
+
         self.layers = nn.ModuleList(
             [
                 MixtureBlock(
                     width,
-                    LlamaAttention(*attention),
+                    attention(),
                     LlamaMLP(width, inner, activation, biases.mlp)
                     if i < dense_layers
                     else ExpertMLP(width, sizes, activation),

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.distribution import Axis
+
 from .load import load_oneflow
 from .stepping import Ranks
 
 flow = load_oneflow()
 functional = flow.nn.functional
 
-__all__ = ["assign_slots", "choose_experts", "collect", "dispatch", "expert_products", "route"]
+__all__ = ["assign_slots", "choose_experts", "collect", "dispatch", "expert_products", "gate_tokens", "route"]
 
 Tensor = Any
 
@@ -141,3 +143,15 @@ def expert_products(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor
     flat = x.reshape(x.shape[0], -1, x.shape[-1])
     inner = functional.silu(flow.matmul(flat, gate, transpose_b=True)) * flow.matmul(flat, up, transpose_b=True)
     return flow.matmul(inner, down, transpose_b=True).reshape(*x.shape)
+
+
+def gate_tokens(x: Tensor, y: Tensor, weight: Tensor, axes: Sequence[Axis], ranks: Ranks) -> Tensor:
+    """Return y sigmoid(x w), with one number x w for each row.
+
+    Args:
+        x, y: Tensors whose features are split over ``axes``.
+        weight: This rank's part of w, (1, features).
+        axes: Mesh axes.
+        ranks: The ranks.
+    """
+    return y * flow.sigmoid(ranks.sum((x * weight).sum(dim=-1, keepdim=True), axes))

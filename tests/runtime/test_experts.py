@@ -41,6 +41,12 @@ DEEP = replace(SIZES, layers=2, dense_layers=1, shared_width=64, renormalises=Fa
 #: Sigmoid shares, of two of four groups, times 2.5.
 GROUPED = replace(SIZES, sigmoid=True, scaling=2500, groups=4, groups_per_token=2)
 
+#: A gate of the shared experts, and biases.
+GATED = replace(SIZES, shared_width=64, has_shared_gate=True, qkv_bias=True, renormalises=False)
+#: Queries, keys and values from low ranks, with and without one for queries.
+LATENT = replace(DEEP, kv_heads=0, head_dim=8, rotary_dim=4, value_dim=8, query_rank=32, latent_rank=16)
+LITE = replace(LATENT, query_rank=0, value_dim=4)
+
 
 def case_of(sizes, splits, experts=(), batch=8, zero=0, **workload):
     """All layers at the splits; the experts divided."""
@@ -65,6 +71,10 @@ CASES = {
     "2 x 2 experts": case_of(SIZES, ((2, 1, 1), (2, 1, 1)), (2, 2)),
     "2 nodes of 2 experts": case_of(GROUPED, ((2, 1, 1), (2, 1, 1)), (1, 2)),
     "2 nodes of 2 features": case_of(SIZES, ((2, 1, 1), (1, 2, 1)), (2, 1)),
+    "gated, 2 experts": case_of(GATED, ((2, 1, 1),), (2,)),
+    "gated, 2 features": case_of(GATED, ((1, 2, 1),)),
+    "latent, 2 experts, 2 features": case_of(LATENT, ((2, 2, 1),), (2,)),
+    "latent, 2 features, recomputed": case_of(LITE, ((1, 2, 1),), recompute="layers"),
     "2 experts, recomputed": case_of(SIZES, ((2, 1, 1),), (2,), recompute="layers"),
     "2 experts, blocks recomputed": case_of(DEEP, ((2, 1, 1),), (2,), recompute="blocks"),
 }

@@ -21,7 +21,7 @@ from ..comm.layouts import (
     whole_layouts,
 )
 from ..statements import Call, LayerContext, LayerProgram
-from . import add, attention, conv2d, embedding, experts, linear, loss, norm, opaque, position
+from . import add, attention, conv2d, embedding, experts, latent, linear, loss, norm, opaque, position, tokengate
 
 __all__ = ["layer_program", "layouts_call", "parameter_layouts", "plain_module", "register", "registered_functions"]
 
@@ -65,6 +65,8 @@ _RANK_KINDS: dict[str, RankKind] = {
     "add": RankKind(add.program),
     "conv2d": RankKind(conv2d.program, plain_module=conv2d.plain_module),
     "experts": RankKind(experts.program, experts.layouts),
+    "token_gate": RankKind(tokengate.program),
+    "latent_attention": RankKind(latent.program),
     "loss": RankKind(loss.program),
     "opaque": RankKind(opaque.program),
 }
