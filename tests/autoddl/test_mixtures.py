@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+from autoddl.verification.scaling import Limits, scale
 from autoddl.zoo import resolve_model
-from autoddl.zoo.builtin import recognise
+from autoddl.zoo.builtin import BuiltIn, recognise
 from autoddl.zoo.huggingface import transformer_from_config
 from autoddl.zoo.mixtures import MIXTURES, mixture
 
@@ -127,3 +130,23 @@ def test_configurations_give_the_models(name):
 def test_what_is_no_mixture_is_refused(changes, fault):
     with pytest.raises(UserError, match=fault):
         transformer_from_config(changes, "config.json")
+
+
+def test_scaled_down_mixtures_keep_their_kinds_of_blocks():
+    """61 blocks of which 3 are dense: two of each kind are kept, and experts are narrower, with the strategies of the plan."""
+    model = replace(next(m for m in MIXTURES if m.name == "deepseek-v3"), sequence=256)
+    graph = mixture(model)
+    whole = Strategy(((1, 1, 1), (4, 1, 1)))
+    divided = replace(whole, experts=(1, 4))
+    strategies = {layer.name: divided if layer.kind == "experts" else whole for layer in graph.layers}
+    built_in = BuiltIn("moe", model)
+    found = scale(graph, strategies, Workload(8, 4, "float32"), Limits(memory_bytes=2**34), built_in)
+    assert found.built_in is not None
+    sizes = found.built_in.sizes
+    assert (sizes.layers, sizes.dense_layers, sizes.experts) == (4, 2, 256)
+    assert sizes.expert_width < 2048 and sizes.shared_width < 2048
+    assert found.graph.hash == mixture(sizes).hash
+    assert {name for name, strategy in found.strategies.items() if strategy.experts} == {
+        "layers.2.mlp.experts",
+        "layers.3.mlp.experts",
+    }
