@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Union
+from typing import Any, Union
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
@@ -378,7 +378,7 @@ def _fewer_blocks(model: _Model) -> _Model | None:
             blocks.append(index)
     if len(blocks) == sizes.layers:
         return None
-    fewer = {"layers": len(blocks)}
+    fewer: dict[str, Any] = {"layers": len(blocks)}
     if isinstance(sizes, Mixture):
         fewer["dense_layers"] = sum(index < sizes.dense_layers for index in blocks)
     return model.resized(replace(sizes, **fewer), tuple(blocks))
@@ -429,7 +429,7 @@ def _narrower_transformers(sizes: Transformer, num_parts: int) -> Iterator[Trans
         factor = width / heads_width
         if sizes.width != heads_width:  # the width of the model is not that of its heads
             width = _rounded(sizes.width * factor, num_parts)
-        inside: dict[str, int] = {}
+        inside: dict[str, Any] = {}
         if isinstance(sizes, Mixture):
             inside = {"expert_width": _rounded(sizes.expert_width * factor, num_parts)}
             if sizes.shared_width:
