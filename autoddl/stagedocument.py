@@ -211,8 +211,10 @@ def read_strategy(entry: Fields) -> Strategy:
     (2,1,2) summa
     """
     splits = read_splits(entry, "strategy")
-    words = {name: entry.boolean(name) for name in ("summa", "hybrid", "regathers") if name in entry}
+    words: dict[str, Any] = {name: entry.boolean(name) for name in ("summa", "hybrid", "regathers") if name in entry}
     zero = entry.integer("zero", 0) if "zero" in entry else 0
+    if "experts" in entry:
+        words["experts"] = entry.integers("experts", 1)
     if zero > 3:
         raise UserError(f"{entry.where}: zero is {zero}, should be 0 to 3")
     return Strategy(splits, zero=zero, **words)

@@ -142,6 +142,8 @@ def why_not_graph(strategy: Strategy) -> str:
     """
     if strategy.summa:
         return "nn.Graph has no Summa product"
+    if strategy.experts:
+        return "nn.Graph does not divide experts"
     if strategy.zero or strategy.regathers:
         return f"nn.Graph divides parameters in its own way, not by {' '.join(strategy.words)}"
     if strategy.p1 > 1 and strategy.p2 > 1:

@@ -24,6 +24,9 @@ of products and tables.  With ``hybrid``, gradients and weights are divided insi
 **Gathered inputs.**  A product that gathers its input over p1 keeps the gathered input for the backward pass, or only its own part
 of it and gathers it again (``regathers``; Megatron-LM's sequence parallelism).
 
+**Experts.**  A layer of experts (:mod:`.kinds.experts`) divides its experts over the innermost e of the p0 ranks of each level
+(``experts``).  The other p0 / e ranks hold copies: they sum the gradients, and divide states with ZeRO.
+
 Summa distributes a product over a mesh of r x c ranks per level.  Input, weight and output are all split S0 over r and S1 over c;
 nothing is replicated.  The mesh (r, c) is written as (r, c, 1) with ``summa`` set.
 """
@@ -72,6 +75,7 @@ class Strategy:
             3 also the weights (see the module's docstring).
         hybrid: whether gradients and weights are divided inside the nodes only; needs ``zero`` of at least 2.
         regathers: whether the backward pass gathers the input again, in place of keeping it.
+        experts: for each level, the part of p0 that the experts of a layer are divided over; empty if all of them are 1.
 
     All attributes but ``splits`` are *choices*: :attr:`choices` gives them, tables print them, and plan documents contain those
     that differ from their default.
@@ -86,6 +90,7 @@ class Strategy:
     zero: int = 0
     hybrid: bool = False
     regathers: bool = False
+    experts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return " ".join((" | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits), *self.words))
@@ -98,6 +103,7 @@ class Strategy:
             (self.zero > 0, f"zero{self.zero}"),
             (self.hybrid, "hybrid"),
             (self.regathers, "regathers"),
+            (bool(self.experts), f"experts {'x'.join(map(str, self.experts))}"),
         )
         return tuple(word for is_chosen, word in words if is_chosen)
 
@@ -120,7 +126,11 @@ class Strategy:
         chosen = {name: getattr(self, name) for name in _CHOICES}
         return {
             "strategy": [list(split) for split in self.splits],
-            **{name: value for name, value in chosen.items() if value != _CHOICES[name]},
+            **{
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in chosen.items()
+                if value != _CHOICES[name]
+            },
         }
 
     @property
@@ -137,6 +147,16 @@ class Strategy:
     def p2(self) -> int:
         """The product of p2 over the levels."""
         return prod(split[2] for split in self.splits)
+
+    @property
+    def expert_parts(self) -> int:
+        """Number of parts that the experts of a layer are divided into."""
+        return prod(self.experts)
+
+    @property
+    def copies(self) -> int:
+        """Number of devices that hold the same part of the parameters."""
+        return self.p0 // self.expert_parts
 
     @property
     def panels(self) -> int:
@@ -162,9 +182,17 @@ class Strategy:
         """The mesh axes of p0, p1 or p2 (``which`` = 0, 1 or 2), outermost first; axes of size 1 are left out."""
         return mesh_axes(self.splits, embedding)[which]
 
+    def expert_axes(self) -> tuple[Axis, ...]:
+        """The parts of the axes of p0 that experts are divided over, outermost first."""
+        return expert_axes(self.axes(0), self.experts)
+
+    def copy_axes(self, embedding: bool = False) -> tuple[Axis, ...]:
+        """The axes of p0 whose devices hold the same part of the parameters, outermost first."""
+        return copy_axes(self.axes(0, embedding), self.experts)
+
     def shard_axes(self, embedding: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """The axes of p0 that divide (gradients and weights inside a training step, the optimizer states only)."""
-        return shard_axes(self.axes(0, embedding), self.hybrid)
+        return shard_axes(self.copy_axes(embedding), self.hybrid)
 
     def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
         """The distributions of ``input``, ``weight`` and ``output`` of the product, as in the table of the module's docstring.
@@ -192,9 +220,16 @@ class Strategy:
             return False
         if self.summa and not kind.offers_summa(layer, self):
             return False
+        if self.experts and not self._divides_experts(layer):
+            return False
         if self.p1 * self.p2 == 1:
             return True
         return kind.splitting is not Splitting.SAMPLES and kind.divides(layer, self)
+
+    def _divides_experts(self, layer: Layer) -> bool:
+        parts = [split[0] % part == 0 for split, part in zip(self.splits, self.experts)]
+        is_complete = len(self.experts) == len(self.splits) and self.expert_parts > 1 and all(parts)
+        return is_complete and kind_of(layer.kind).has_experts and layer.attributes["experts"] % self.expert_parts == 0
 
     def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
         return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
@@ -254,9 +289,27 @@ class StrategyGroup:
         """As of one :class:`Strategy`."""
         return self.choices.regathers
 
+    @property
+    def expert_parts(self) -> int:
+        """As of one :class:`Strategy`: the same for all of them."""
+        return self.choices.expert_parts
+
+    @property
+    def copies(self) -> np.ndarray:
+        """As of one :class:`Strategy`; shape (strategies,)."""
+        return self.p0 // self.expert_parts
+
+    def expert_axes(self) -> tuple[Axis, ...]:
+        """As of one :class:`Strategy`."""
+        return expert_axes(self.axes(0), self.choices.experts)
+
+    def copy_axes(self, embedding: bool = False) -> tuple[Axis, ...]:
+        """As of one :class:`Strategy`."""
+        return copy_axes(self.axes(0, embedding), self.choices.experts)
+
     def shard_axes(self, embedding: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """As of one :class:`Strategy`."""
-        return shard_axes(self.axes(0, embedding), self.choices.hybrid)
+        return shard_axes(self.copy_axes(embedding), self.choices.hybrid)
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -302,10 +355,12 @@ def group_strategies(strategies: Sequence[Strategy], same_size: tuple[bool, ...]
     """
     splits = np.array([strategy.splits for strategy in strategies])
     pattern = np.where(np.array(same_size)[None, :, None], splits, splits > 1).reshape(len(strategies), -1)
-    groups: dict[tuple[bytes, Strategy], list[int]] = {}
+    groups: dict[tuple[bytes, Strategy, tuple[bool, ...]], list[int]] = {}
     for index, row in enumerate(pattern):
-        groups.setdefault((row.tobytes(), strategies[index].choices), []).append(index)
-    for (_, choices), members in groups.items():
+        strategy = strategies[index]
+        has_copies = tuple(split[0] > part for split, part in zip(strategy.splits, strategy.experts))
+        groups.setdefault((row.tobytes(), strategy.choices, has_copies), []).append(index)
+    for (_, choices, _), members in groups.items():
         indices = np.array(members)
         yield StrategyGroup(indices, splits[indices], choices, same_size)
 
@@ -322,6 +377,27 @@ def mesh_axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, 
             if split[which] > 1:
                 axes[which].append(Axis(split[which], stride, level))
     return tuple(tuple(of_one) for of_one in axes)
+
+
+def expert_axes(axes: Sequence[Axis], experts: Sequence[int]) -> tuple[Axis, ...]:
+    """The innermost parts of the axes of p0 that divide experts, as :meth:`Strategy.expert_axes` does."""
+    return tuple(replace(axis, size=experts[axis.level]) for axis in axes if experts and experts[axis.level] > 1)
+
+
+def copy_axes(axes: Sequence[Axis], experts: Sequence[int]) -> tuple[Axis, ...]:
+    """The rest of the axes of p0, as :meth:`Strategy.copy_axes` does.
+
+    >>> copy_axes([Axis(8, 2, 0)], [4])
+    (Axis(size=2, stride=8, level=0),)
+    """
+    if not experts:
+        return tuple(axes)
+    parts = [(axis, experts[axis.level]) for axis in axes]
+    return tuple(
+        replace(axis, size=axis.size // part, stride=axis.stride * part)
+        for axis, part in parts
+        if part == 1 or np.max(axis.size) > part
+    )
 
 
 def shard_axes(axes: Sequence[Axis], hybrid: bool) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
@@ -352,14 +428,24 @@ def _splits(size: int) -> tuple[Split3, ...]:
 
 def _sharded(strategy: Strategy, layer: Layer, shardings: Sequence[int]) -> Iterator[Strategy]:
     """The strategy with each sharding of the layer's parameters that makes a difference."""
-    if strategy.p0 == 1 or not layer.num_parameters:
+    if strategy.copies == 1 or not layer.num_parameters:
         yield strategy
         return
-    is_hybrid = len(strategy.axes(0)) > 1
+    is_hybrid = len(strategy.copy_axes()) > 1
     for zero in shardings:
         yield replace(strategy, zero=zero)
         if zero > 1 and is_hybrid:
             yield replace(strategy, zero=zero, hybrid=True)
+
+
+def _with_experts(strategy: Strategy, layer: Layer) -> Iterator[Strategy]:
+    """The strategy with each division of the layer's experts; the strategy itself if it has none."""
+    yield strategy
+    if not kind_of(layer.kind).has_experts:
+        return
+    for parts in product(*(divisors(p0) for p0, _, _ in strategy.splits)):
+        if prod(parts) > 1 and layer.attributes["experts"] % prod(parts) == 0:
+            yield replace(strategy, experts=tuple(parts))
 
 
 @cache
@@ -394,10 +480,11 @@ def enumerate_strategies(
     shardings = sorted({zero_of(layer, zero, place or Place()) for zero in choices.shardings})
     for strategy in _all(sizes, kind.splitting):
         if strategy.divides(layer):
-            for sharded in _sharded(strategy, layer, shardings):
-                yield sharded
-                if choices.regathers and strategy.p1 > 1 and kind.gathers_inputs:
-                    yield replace(sharded, regathers=True)
+            for divided in _with_experts(strategy, layer):
+                for sharded in _sharded(divided, layer, shardings):
+                    yield sharded
+                    if choices.regathers and strategy.p1 > 1 and kind.gathers_inputs:
+                        yield replace(sharded, regathers=True)
     if summa and kind.splitting is Splitting.PRODUCT and not any(p.tied_to for p in layer.parameters):
         for strategy in _all(sizes, Splitting.ROWS_AND_FEATURES):
             if strategy.p0 > 1 and strategy.p1 > 1:

@@ -319,7 +319,7 @@ class _LayerWriter:
         if fact.function == "eps_of":
             return repr(LAYER_NORM_EPS if attributes["statistics"] == 2 else RMS_NORM_EPS)
         if fact.function == "rotary_base_of":
-            return repr(ROTARY_BASE) if self.scene.built_in.family == "llama" else "None"
+            return repr(ROTARY_BASE) if self.scene.built_in.family in ("llama", "moe") else "None"
         if fact.function == "convolution_options":
             return value_text({name: attributes[name] for name in ("stride", "padding")})
         assert fact.function == "own_module", (layer.name, fact)

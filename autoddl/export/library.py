@@ -34,6 +34,8 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.loss_scaling": "Scales of losses",
     f"{_RUNTIME}.operations": "Computations of layers on one rank",
     f"{_RUNTIME}.attending": "Attention",
+    f"{_RUNTIME}.routing": "Experts",
+    f"{_RUNTIME}.latent": "Latent attention",
     f"{_RUNTIME}.blockwise": "Attention block by block",
     f"{_RUNTIME}.norms": "Norms",
     f"{_RUNTIME}.losses": "Losses",

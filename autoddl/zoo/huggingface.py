@@ -18,6 +18,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.limits import MAX_SIZES
 from autoddl.costmodel.suggestions import did_you_mean
 
+from .mixtureconfigs import MIXTURE_TYPES, read_mixture
 from .transformers import Transformer
 
 __all__ = ["HUGGINGFACE_TYPES", "sequence_note", "sequence_note_of", "transformer_from_config"]
@@ -115,6 +116,7 @@ HUGGINGFACE_TYPES: Mapping[str, _Type] = {
     "llama": _Type("llama", _LLAMA),
     "mistral": _Type("llama", _MISTRAL),
     "qwen2": _Type("llama", _QWEN2),
+    **{name: _Type("moe", defaults) for name, defaults in MIXTURE_TYPES.items()},
 }
 
 #: Other names that HuggingFace accepts for GPT-2's fields.
@@ -293,4 +295,4 @@ def _llama(name: str, kind: str, config: _Config) -> Transformer:
     )
 
 
-_READERS = {"gpt": _gpt2, "bert": _bert, "llama": _llama}
+_READERS = {"gpt": _gpt2, "bert": _bert, "llama": _llama, "moe": read_mixture}

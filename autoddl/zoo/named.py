@@ -15,11 +15,12 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
+from .mixtures import MIXTURES, mixture, sized_mixture
 from .transformers import Transformer, bert, gpt, llama, pad_vocabulary
 
 __all__ = ["FAMILIES", "TRANSFORMERS", "build_transformer", "sized_transformer"]
 
-FAMILIES: dict[str, Callable[[Transformer], LayerGraph]] = {"gpt": gpt, "bert": bert, "llama": llama}
+FAMILIES: dict[str, Callable[[Transformer], LayerGraph]] = {"gpt": gpt, "bert": bert, "llama": llama, "moe": mixture}
 
 GPT_VOCABULARY = 50257
 BERT_VOCABULARY = 30522
@@ -107,6 +108,7 @@ _CATALOGUE: tuple[tuple[str, tuple[Transformer, ...]], ...] = (
             _llama("llama3-3b", 28, 3072, 24, 8192, sequence=8192, vocabulary=LLAMA3_VOCABULARY, kv_heads=8, tied=True),
         ),
     ),
+    ("moe", MIXTURES),
 )
 
 #: Family and sizes by name; vocabularies as published.
@@ -153,7 +155,8 @@ def sized_transformer(family: str, layers: int, width: int, heads: int | None, s
     if family == "bert":
         length = sequence or 512
         return replace(_bert(name, layers, width, heads), sequence=length, positions=max(length, 512))
-    return _llama(name, layers, width, heads, _default_llama_inner(width), sequence=sequence or 2048)
+    model = _llama(name, layers, width, heads, _default_llama_inner(width), sequence=sequence or 2048)
+    return sized_mixture(model) if family == "moe" else model
 
 
 def build_transformer(

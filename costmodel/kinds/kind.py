@@ -88,7 +88,7 @@ class LayerQuantities:
     @property
     def parameter_parts(self) -> Number:
         """Number of parts that the parameters are split into."""
-        return self.devices if self.strategy.summa else self.p1 * self.p2
+        return self.devices if self.strategy.summa else self.p1 * self.p2 * self.strategy.expert_parts
 
     @property
     def block_input_bytes(self) -> Number:
@@ -151,6 +151,7 @@ class LayerKind(ABC):
         gathers_inputs: whether its product gathers the input over p1, and can gather it again in the backward pass.
         gathers_weights: whether its weights of two or more dimensions can be divided over p0 (``zero`` = 3) and gathered when read.
         reads_weights_again: whether the backward pass needs these weights.
+        has_experts: whether it has experts, as many as its attribute ``experts``, which can be divided over ranks of p0.
         follows_groups: whether the output features can be ordered in the groups of their reader (:meth:`input_groups`).
         colour: fill colour of its layers in drawings.
     """
@@ -171,6 +172,7 @@ class LayerKind(ABC):
     gathers_inputs: ClassVar[bool] = False
     gathers_weights: ClassVar[bool] = False
     reads_weights_again: ClassVar[bool] = False
+    has_experts: ClassVar[bool] = False
     follows_groups: ClassVar[bool] = False
     colour: ClassVar[str] = "#fff2cc"
 

@@ -130,7 +130,7 @@ def replicated_all_reduce_steps(
     """Return the steps of :func:`replicated_all_reduce_s`: (steps between the workers, steps inside each worker)."""
     if not nbytes:
         return (), ()
-    axes = () if strategy.summa else strategy.axes(0, kind_of(layer.kind).is_lookup)
+    axes = () if strategy.summa else strategy.copy_axes(kind_of(layer.kind).is_lookup)
     slices = prod(axis.size for axis in axes)
     between = (Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices),)
     if slices == 1:

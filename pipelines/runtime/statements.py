@@ -204,7 +204,7 @@ class LayerContext:
     @property
     def shards(self) -> tuple[Axis, ...]:
         """The mesh axes that divide the layer's weights of two or more dimensions, which each pass gathers."""
-        return shard_axes(self.layout.axes(0), self.strategy.hybrid)[0] if self.strategy.zero == 3 else ()
+        return shard_axes(self.layout.copies, self.strategy.hybrid)[0] if self.strategy.zero == 3 else ()
 
     def gathering(self, weights: Sequence[str]) -> list[Call]:
         """Return the statement that gathers weights of two or more dimensions, the first ones of the layer, if they are divided."""

@@ -12,9 +12,16 @@ from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of, source_of
 from autoddl.costmodel.strategy import Strategy
 
-from ..comm.layouts import ParameterLayout, feature_layouts, linear_layouts, table_layouts, whole_layouts
+from ..comm.layouts import (
+    ParameterLayout,
+    expert_layouts,
+    feature_layouts,
+    linear_layouts,
+    table_layouts,
+    whole_layouts,
+)
 from ..statements import Call, LayerContext, LayerProgram
-from . import add, attention, conv2d, embedding, linear, loss, norm, opaque, position
+from . import add, attention, conv2d, embedding, experts, latent, linear, loss, norm, opaque, position, tokengate
 
 __all__ = ["layer_program", "layouts_call", "parameter_layouts", "plain_module", "register", "registered_functions"]
 
@@ -57,12 +64,16 @@ _RANK_KINDS: dict[str, RankKind] = {
     "norm": RankKind(norm.program, plain_module=norm.plain_module),
     "add": RankKind(add.program),
     "conv2d": RankKind(conv2d.program, plain_module=conv2d.plain_module),
+    "experts": RankKind(experts.program, experts.layouts),
+    "token_gate": RankKind(tokengate.program),
+    "latent_attention": RankKind(latent.program),
     "loss": RankKind(loss.program),
     "opaque": RankKind(opaque.program),
 }
 #: The functions of the calls of `RankKind.layouts`, in addition to registered ones.
 _LAYOUT_FUNCTIONS: Mapping[str, Callable[..., tuple[ParameterLayout, ...]]] = {
-    function.__name__: function for function in (feature_layouts, linear_layouts, table_layouts, whole_layouts)
+    function.__name__: function
+    for function in (expert_layouts, feature_layouts, linear_layouts, table_layouts, whole_layouts)
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 

@@ -231,8 +231,8 @@ def gradient_sums(
             sharing = holders.pop(_owner(graph, layer, parameter), None)
             if sharing is None:
                 continue  # an earlier layer of the stage shares the parameter, which is stored once
-            axes = strategy.axes(0, kind_of(layer.kind).is_lookup)
-            parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2
+            axes = strategy.copy_axes(kind_of(layer.kind).is_lookup)
+            parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2 * strategy.expert_parts
             if strategy.summa and len(parameter.shape) > 1:
                 axes, parts = (), strategy.num_devices
             shard = parameter.num_elements / parts * precision.communication_itemsize

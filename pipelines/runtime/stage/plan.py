@@ -85,7 +85,7 @@ def stage_plan(
     places = plan.places(graph)
     divided = {
         name: strategy
-        if strategy.summa or strategy.p0 == 1 or not graph[name].num_parameters
+        if strategy.summa or strategy.copies == 1 or not graph[name].num_parameters
         else dataclasses.replace(strategy, zero=zero_of(graph[name], max(strategy.zero, workload.zero), places[name]))
         for name, strategy in strategies.items()
     }
