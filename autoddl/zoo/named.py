@@ -23,7 +23,7 @@ from .transformers import Transformer, bert, gpt, llama, pad_vocabulary
 __all__ = ["BUILDERS", "FAMILIES", "TRANSFORMERS", "build_transformer", "sized_transformer"]
 
 FAMILIES: dict[str, Callable[[Transformer], LayerGraph]] = {"gpt": gpt, "bert": bert, "llama": llama}
-#: The functions that make graphs, by family; the sizes of families that are not in `FAMILIES` are read from HuggingFace configurations.
+#: The functions that make graphs, by family. Sizes of families that are not in `FAMILIES` are read from HuggingFace configurations.
 BUILDERS: dict[str, Callable[[Any], LayerGraph]] = {
     **FAMILIES,
     "decoder": decoder,

@@ -3,8 +3,8 @@
 Encoder and decoder are two repeated blocks. Every block of the decoder has a projection of the encoder's output to keys and values.
 So the edges from the encoder's last norm to these projections price the redistribution of the encoder's output to each block.
 
-The table of relative positions, (buckets, heads), is a parameter of self-attention in the first block of either stack; all blocks of
-the stack add its biases to their scores.
+The table of relative positions, (buckets, heads), is a parameter of self-attention in the first block of either stack; all
+blocks of the stack add its biases to their scores.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A missing field has the default of HuggingFace's configuration class. Fields that do not change any shape are ignored, or noted if
 what they say is left out; fields that would make another architecture are errors.
 
-:mod:`.causal` reads decoders, :mod:`.encoding` reads encoders and T5; the tables there have the defaults and readers by ``model_type``.
+:mod:`.causal` reads decoders, :mod:`.encoding` reads encoders and T5. Their tables have the defaults and
+readers by ``model_type``.
 """
 
 from __future__ import annotations

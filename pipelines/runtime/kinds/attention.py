@@ -68,5 +68,6 @@ def check_attention(layer: Layer) -> None:
         raise UserError(f"{layer.describe()}: cross attention is priced, but not executed on ranks")
     if layer.parameters:
         raise UserError(
-            f"{layer.describe()}: attention with parameters, such as {layer.parameters[0].name}, is priced, but not executed on ranks"
+            f"{layer.describe()}: attention with parameters, such as {layer.parameters[0].name}, "
+            "is priced, but not executed on ranks"
         )
