@@ -1,7 +1,9 @@
 """Parameter counts of published configurations, to the last parameter.
 
-Each count is the published one of the stated class: the number of elements in its checkpoint, with shared tensors counted once.
-The formulas repeat the arithmetic by hand, without the layer graphs.  v, d, n, f, h are vocabulary, width, blocks, MLP width and heads.
+Each count is the published one of the stated class: the number of elements in its checkpoint, shared tensors counted once.
+No published count was found for falcon-7b and gpt-neo-1.3b: theirs are computed by hand alone.
+
+The formulas repeat the arithmetic without the layer graphs: v, d, n, f, h are vocabulary, width, blocks, MLP width and heads.
 """
 
 from __future__ import annotations
