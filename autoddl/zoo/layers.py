@@ -37,6 +37,7 @@ __all__ = [
     "loss",
     "norm",
     "opaque",
+    "placed",
     "position",
     "token_gate",
 ]
@@ -86,7 +87,7 @@ class GraphBuilder:
             entry = source
             for layer, roles in template:
                 inputs = (entry if role == BLOCK_INPUT else f"{block}.{index}.{role}" for role in roles)
-                source = self.add(_placed(layer, block, index), *inputs)
+                source = self.add(placed(layer, block, index), *inputs)
         return source
 
     def build(self, notes: Iterable[str] = ()) -> LayerGraph:
@@ -94,7 +95,7 @@ class GraphBuilder:
         return LayerGraph(self._name, self._sample, tuple(self._layers), tuple(self._edges), tuple(notes))
 
 
-def _placed(layer: Layer, block: str, index: int) -> Layer:
+def placed(layer: Layer, block: str, index: int) -> Layer:
     """A template's layer as part of one repetition of its block."""
     prefix = f"{block}.{index}."
     return replace(

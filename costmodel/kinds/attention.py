@@ -7,6 +7,8 @@ last W of them with a sliding window.  So the pairs of a sequence are
 
     P = sum over i of n(i)  =  S S,     S (S + 1) / 2  if causal,     W S - W (W - 1) / 2  if causal with a window W <= S
 
+**Cross attention** reads queries of S rows, and keys and values of R rows of another tensor: two producers.  P is S R.
+
 **Fused** attention computes the two products of each pair, q k^T and its softmax times v: 4 P head_dim FLOPs per head.  The
 backward pass computes the scores again, and four further products: 2.5 times as many (Dao et al., FlashAttention, NeurIPS
 2022).  Memory is read and written for q, k, v and the result alone.  Besides q, k and v it keeps the logarithm of each row's
@@ -38,7 +40,7 @@ class Attention(LayerKind):
     name = "attention"
     attributes = ("heads", "kv_heads", "head_dim", "causal")
     may_be_zero = frozenset({"causal"})
-    optional_attributes = frozenset({"window"})
+    optional_attributes = frozenset({"window", "key_rows"})
     is_selected = True
     colour = "#fce5cd"
 
@@ -50,7 +52,7 @@ class Attention(LayerKind):
 
     def dropped_elements(self, layer: Layer) -> int:
         # With dropout, the backward pass keeps the probabilities before and after it.
-        scores: int = layer.attributes["heads"] * layer.rows**2
+        scores: int = layer.attributes["heads"] * layer.rows * _key_rows(layer)
         return scores if layer.kept_elements > scores else 0
 
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
@@ -70,9 +72,14 @@ def pairs_of(layer: Layer) -> int:
     """
     length, attributes = layer.rows, layer.attributes
     if not attributes["causal"]:
-        return length * length
+        return length * _key_rows(layer)
     window = min(attributes.get("window", length), length)
     return window * length - window * (window - 1) // 2
+
+
+def _key_rows(layer: Layer) -> int:
+    """The rows of keys and values: those of the queries, except in cross attention."""
+    return layer.attributes.get("key_rows", layer.rows)
 
 
 def _fused(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
@@ -89,12 +96,12 @@ def _fused(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
 
 def _dense(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
     """Work forward and backward, and kept bytes besides the input."""
-    attributes, length = quantities.layer.attributes, quantities.layer.rows
+    attributes, length, keys = quantities.layer.attributes, quantities.layer.rows, _key_rows(quantities.layer)
     heads, head_dim = quantities.samples * attributes["heads"] / quantities.devices, attributes["head_dim"]
-    scores_bytes = heads * (length * length * quantities.itemsize)
+    scores_bytes = heads * (length * keys * quantities.itemsize)
     # Each of the two products of the forward pass reads two tensors and writes one, as the four of the backward pass.
-    nbytes = heads * (2 * length * head_dim * quantities.itemsize) + scores_bytes
-    product = attention_core(heads * (2.0 * length * length * head_dim), nbytes)
+    nbytes = heads * ((length + keys) * head_dim * quantities.itemsize) + scores_bytes
+    product = attention_core(heads * (2.0 * length * keys * head_dim), nbytes)
     softmax = elementwise(3 * scores_bytes)
     if quantities.layer.mask_bytes:
         softmax = softmax + elementwise(2 * scores_bytes)
@@ -120,6 +127,7 @@ def attention(
     kv_heads: int | None = None,
     causal: bool,
     window: int | None = None,
+    key_rows: int | None = None,
     dropout: bool = False,
     module: str = "",
 ) -> Layer:
@@ -135,14 +143,19 @@ def attention(
         kv_heads: number of key-value heads; None for as many as query heads.
         causal: whether a position attends only to itself and to earlier ones.
         window: number of positions that a position of causal attention attends to, itself included; None for all of them.
+        key_rows: for cross attention, whose two inputs are q of shape (sequence, heads head_dim), and k and v of shape
+            (key_rows, 2 kv_heads head_dim). None: q, k and v are of the same rows.
         dropout: whether probabilities are dropped.
         module: the module path, if it differs from the name.
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    keys = sequence if key_rows is None else key_rows
+    # The elements of two tensors of different numbers of rows form one row.
+    is_cross, elements = key_rows is not None, (sequence * heads + keys * 2 * kv_heads) * head_dim
     return Layer(
         name=name,
         kind="attention",
-        input_shape=(sequence, (heads + 2 * kv_heads) * head_dim),
+        input_shape=(elements,) if is_cross else (sequence, (heads + 2 * kv_heads) * head_dim),
         output_shape=(sequence, heads * head_dim),
         attributes={
             "heads": heads,
@@ -150,8 +163,9 @@ def attention(
             "head_dim": head_dim,
             "causal": int(causal),
             **({} if window is None else {"window": window}),
+            **({} if key_rows is None else {"key_rows": key_rows}),
         },
-        flops=4.0 * sequence * sequence * heads * head_dim,
-        kept_elements=(2 if dropout else 1) * heads * sequence * sequence,
+        flops=4.0 * sequence * keys * heads * head_dim,
+        kept_elements=(2 if dropout else 1) * heads * sequence * keys,
         modules=(module or name,),
     )

@@ -7,10 +7,11 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.kinds.attention import head_sections
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layer import Layer
 
 from ..statements import RANKS, Call, LayerContext, LayerProgram, Name, Statement, X
 
-__all__ = ["program"]
+__all__ = ["check_attention", "program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
@@ -20,6 +21,7 @@ def program(context: LayerContext) -> LayerProgram:
         UserError: The layer does not read q, k and v, or the features that it reads cannot be split into heads.
     """
     layer, attributes, producers = context.layer, context.layer.attributes, context.producers
+    check_attention(layer)
     groups, sections = head_sections(layer)
     num_groups = groups // context.layout.num_parts
     is_grouped = len(producers) == 1 and kind_of(context.graph[producers[0]].kind).follows_groups
@@ -54,3 +56,18 @@ def program(context: LayerContext) -> LayerProgram:
         options["is_fused"] = True
     statements += context.recomputable(("x",), [Call("attend", (X, RANKS), options, computes=True)])
     return LayerProgram((), tuple(statements))
+
+
+def check_attention(layer: Layer) -> None:
+    """Check that ranks have a program for the layer.
+
+    Raises:
+        UserError: It is cross attention, or it has parameters of its own.
+    """
+    if "key_rows" in layer.attributes:
+        raise UserError(f"{layer.describe()}: cross attention is priced, but not executed on ranks")
+    if layer.parameters:
+        raise UserError(
+            f"{layer.describe()}: attention with parameters, such as {layer.parameters[0].name}, "
+            "is priced, but not executed on ranks"
+        )

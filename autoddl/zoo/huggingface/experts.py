@@ -1,20 +1,16 @@
-"""HuggingFace's ``config.json`` of mixtures of experts: Mixtral, Qwen-MoE, DeepSeek-MoE, V2 and V3.
-
-A missing field has the default of HuggingFace's configuration class.  :mod:`.huggingface` reads the fields that dense models have
-too, and passes its reader of fields.
-"""
+"""Configurations of mixtures of experts: Mixtral, Qwen-MoE, DeepSeek-MoE, V2 and V3."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_SIZES
 
-from .mixtures import Mixture
+from ..mixtures import Mixture
+from .config import Config
 
-__all__ = ["MIXTURE_TYPES", "Fields", "read_mixture"]
+__all__ = ["DEFAULTS", "READERS"]
 
 _COMMON = {"hidden_act": "silu", "tie_word_embeddings": False, "head_dim": None}
 _MIXTRAL = {
@@ -100,8 +96,8 @@ _DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
 }
 
-#: The defaults of each ``model_type``; ``null`` of a number that has to be given.
-MIXTURE_TYPES: Mapping[str, Mapping[str, Any]] = {
+#: The defaults of each ``model_type``; None: derived from other fields, or has to be given.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN2_MOE,
     "deepseek": _DEEPSEEK,
@@ -110,63 +106,44 @@ MIXTURE_TYPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Fields(Protocol):
-    """The fields of a configuration, with defaults."""
-
-    def get(self, name: str) -> Any:
-        """Return the value."""
-
-    def fault(self, name: str, value: Any, right: str) -> UserError:
-        """Return the error that names a field."""
-
-    def count(self, name: str, largest: int, minimum: int = 1) -> int:
-        """Return a whole number; 0 for null if the default is null."""
-
-    def flag(self, name: str) -> bool:
-        """Return whether the field is true."""
-
-    def activation(self, name: str) -> str:
-        """Return the operation of an activation."""
-
-    def refuse(self, name: str, *allowed: Any) -> None:
-        """Raise an error if the field has none of the allowed values."""
-
-
-def read_mixture(name: str, kind: str, config: Fields) -> Mixture:
-    """Return the sizes of a mixture of experts.
-
-    Args:
-        name: name of the model.
-        kind: its ``model_type``.
-        config: the fields of its configuration.
-
-    Raises:
-        UserError: a field is of the wrong type or out of range, or it would make another architecture.
-    """
+def _common(config: Config) -> dict[str, Any]:
     config.refuse("hidden_act", "silu", "swish")
-    common: dict[str, Any] = {
-        "name": name,
-        "layers": config.count("num_hidden_layers", MAX_SIZES["layers"]),
-        "width": config.count("hidden_size", MAX_SIZES["width"]),
-        "heads": config.count("num_attention_heads", MAX_SIZES["heads"]),
-        "sequence": config.count("max_position_embeddings", MAX_SIZES["sequence"]),
-        "vocabulary": config.count("vocab_size", MAX_SIZES["vocabulary"]),
-        "intermediate": config.count("intermediate_size", MAX_SIZES["intermediate"]),
+    config.note_rotary()
+    return {
+        "name": config.name,
+        "layers": config.count("num_hidden_layers", "layers"),
+        "width": config.count("hidden_size", "width"),
+        "heads": config.count("num_attention_heads", "heads"),
+        "sequence": config.count("max_position_embeddings", "sequence"),
+        "vocabulary": config.count("vocab_size", "vocabulary"),
+        "intermediate": config.count("intermediate_size", "intermediate"),
         "activation": "silu",
         "tied": config.flag("tie_word_embeddings"),
         "per_token": _given(config, "num_experts_per_tok"),
     }
-    if kind.startswith("deepseek"):
-        return Mixture(**common, **_deepseek(kind, config))
-    common["kv_heads"] = config.count("num_key_value_heads", MAX_SIZES["kv_heads"])
-    common["head_dim"] = config.count("head_dim", MAX_SIZES["head_dim"])
-    if kind == "mixtral":
-        num = _given(config, "num_local_experts")
-        return Mixture(**common, experts=num, expert_width=common["intermediate"])
+
+
+def _grouped_heads(config: Config) -> dict[str, int]:
+    return {
+        "kv_heads": config.count("num_key_value_heads", "kv_heads"),
+        "head_dim": config.count("head_dim", "head_dim"),
+    }
+
+
+def _mixtral(config: Config) -> Mixture:
+    common = _common(config)
+    config.note_window("sliding_window", "all layers")
+    num = _given(config, "num_local_experts")
+    return Mixture(**common, **_grouped_heads(config), experts=num, expert_width=common["intermediate"])
+
+
+def _qwen2_moe(config: Config) -> Mixture:
+    common = _common(config)
     config.refuse("decoder_sparse_step", 1)
     config.refuse("mlp_only_layers", [], None)
     return Mixture(
         **common,
+        **_grouped_heads(config),
         qkv_bias=config.flag("qkv_bias"),
         experts=_given(config, "num_experts"),
         expert_width=_given(config, "moe_intermediate_size"),
@@ -176,41 +153,52 @@ def read_mixture(name: str, kind: str, config: Fields) -> Mixture:
     )
 
 
-def _deepseek(kind: str, config: Fields) -> dict[str, Any]:
-    """The sizes that only DeepSeek's models have."""
+def _deepseek(config: Config) -> Mixture:
+    common = _common(config)
     config.refuse("moe_layer_freq", 1)
     config.refuse("attention_bias", False)
-    config.refuse("scoring_func", "sigmoid" if kind == "deepseek_v3" else "softmax")
+    config.refuse("scoring_func", "sigmoid" if config.kind == "deepseek_v3" else "softmax")
     width = _given(config, "moe_intermediate_size")
     sizes: dict[str, Any] = {
         "experts": _given(config, "n_routed_experts"),
         "expert_width": width,
-        "shared_width": config.count("n_shared_experts", MAX_SIZES["heads"], minimum=0) * width,
-        "dense_layers": config.count("first_k_dense_replace", MAX_SIZES["layers"], minimum=0),
+        "shared_width": config.count("n_shared_experts", "heads", minimum=0) * width,
+        "dense_layers": config.count("first_k_dense_replace", "layers", minimum=0),
         "renormalises": config.flag("norm_topk_prob"),
     }
-    if kind == "deepseek":
-        return {**sizes, "kv_heads": config.count("num_key_value_heads", MAX_SIZES["kv_heads"])}
+    if config.kind == "deepseek":
+        return Mixture(**common, **sizes, kv_heads=config.count("num_key_value_heads", "kv_heads"))
     scaling = config.get("routed_scaling_factor")
     if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or not 0 < scaling <= 1000:
         raise config.fault("routed_scaling_factor", scaling, "a number above 0, at most 1000")
     if config.get("topk_method") != "greedy":
         sizes.update(groups=_given(config, "n_group"), groups_per_token=_given(config, "topk_group"))
-    return {
+    return Mixture(
+        **common,
         **sizes,
-        "sigmoid": kind == "deepseek_v3",
-        "scaling": round(1000 * scaling),
-        "query_rank": config.count("q_lora_rank", MAX_SIZES["width"]) if config.get("q_lora_rank") is not None else 0,
-        "latent_rank": _given(config, "kv_lora_rank"),
-        "head_dim": _given(config, "qk_nope_head_dim"),
-        "rotary_dim": _given(config, "qk_rope_head_dim"),
-        "value_dim": _given(config, "v_head_dim"),
-    }
+        sigmoid=config.kind == "deepseek_v3",
+        scaling=round(1000 * scaling),
+        query_rank=config.count("q_lora_rank", "width") if config.get("q_lora_rank") is not None else 0,
+        latent_rank=_given(config, "kv_lora_rank"),
+        head_dim=_given(config, "qk_nope_head_dim"),
+        rotary_dim=_given(config, "qk_rope_head_dim"),
+        value_dim=_given(config, "v_head_dim"),
+    )
 
 
-def _given(config: Fields, name: str) -> int:
+def _given(config: Config, name: str) -> int:
     """Return a number that has no default, or that has one and is not null."""
-    number = config.count(name, MAX_SIZES["intermediate"])
+    number = config.count(name, "intermediate")
     if not number:
         raise config.fault(name, None, f"a whole number from 1 to {MAX_SIZES['intermediate']}")
     return number
+
+
+#: The family and the reader of each ``model_type``.
+READERS: Mapping[str, tuple[str, Any]] = {
+    "mixtral": ("moe", _mixtral),
+    "qwen2_moe": ("moe", _qwen2_moe),
+    "deepseek": ("moe", _deepseek),
+    "deepseek_v2": ("moe", _deepseek),
+    "deepseek_v3": ("moe", _deepseek),
+}
