@@ -35,6 +35,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.operations": "Computations of layers on one rank",
     f"{_RUNTIME}.attending": "Attention",
     f"{_RUNTIME}.blockwise": "Attention block by block",
+    f"{_RUNTIME}.sequences": "Positions of shared samples",
     f"{_RUNTIME}.norms": "Norms",
     f"{_RUNTIME}.losses": "Losses",
     f"{_RUNTIME}.rows": "Sums along rows",

@@ -20,7 +20,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
-from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
 
@@ -34,7 +34,7 @@ from ..shards import attach_weights
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import check_input_shape, source_layer, stored_rows, strategies_of
+from .plan import check_input_shape, is_mirrored, local_shape, source_layer, stored_rows, strategies_of
 
 __all__ = ["ReadyLayer", "Stage"]
 
@@ -111,6 +111,9 @@ class Stage:
         self._recompute, self._attention = plan.recompute, plan.attention
         self._places = plan.places(graph)
         self._strategies = strategies_of(graph, model.stages, number)
+        everything = {name: strategy for stage in model.stages for name, strategy in stage.strategies.items()}
+        #: Whether the positions of all samples are in mirrored order.
+        self.is_mirrored = is_mirrored(graph, everything)
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
         self.layers = tuple(self._ready(layer) for layer in plan.layers(graph))
         self._sections = self._divided()
@@ -150,10 +153,8 @@ class Stage:
         if not all(stored[position].is_trained for position in self.weights.positions[layer.name]):
             strategy = replace(strategy, zero=0, hybrid=False)  # frozen weights are not divided
         recompute = is_recomputed_alone(kind_of(layer.kind), self._places[layer.name], self._recompute)
-        is_in_block = self._is_in_recomputed_block(layer)
-        setting = LayerSetting(
-            graph, layer, strategy, self.stepper, self._model.module, recompute, self._attention, is_in_block
-        )
+        options = recompute, self._attention, self._is_in_recomputed_block(layer), self.is_mirrored
+        setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, *options)
         check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
         return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), positions)
@@ -238,23 +239,24 @@ class Stage:
         for name, x in zip(ready.producers, inputs):
             source = self._strategies[name]
             if source.rows_and_features != ready.strategy.rows_and_features:
-                x = run_moves(x, self._moves(name, ready, batch.num_samples, tuple(x.shape)), self.stepper)
+                x = self._redistributed(x, name, ready, batch.num_samples)
             arrived.append(x)
         if len(arrived) == 1:
-            arrived[0] = _as_rows(arrived[0], ready.layer)
+            shape = local_shape(stored_rows(ready.layer.input_shape), ready.strategy, batch.num_samples)
+            arrived[0] = arrived[0] if tuple(arrived[0].shape[:2]) == shape else arrived[0].reshape(*shape, -1)
         return ready.body(arrived, [weights[position] for position in ready.weight_positions], batch)
 
-    def _moves(self, producer: str, reader: ReadyLayer, samples: int, local: tuple[int, ...]) -> tuple[Call, ...]:
-        """Return the statements that redistribute a producer's output, of local shape ``local``, for a reader."""
+    def _redistributed(self, x: Tensor, producer: str, reader: ReadyLayer, samples: int) -> Tensor:
+        """Redistribute a producer's output for a reader."""
+        source, layer = self._strategies[producer], self._model.graph[producer]
+        shape = moved_shape(layer, source, reader.strategy, samples)
+        moves_rows = shape[0] != samples
+        if moves_rows:
+            x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
         key = (producer, reader.name, samples)
         if key not in self._known_moves:
-            shape = edge_shape(self._model.graph[producer], samples)
-            route = redistribute(self._strategies[producer].activations, reader.strategy.activations, shape)
-            self._known_moves[key] = move_calls(route, local)
-        return self._known_moves[key]
-
-
-def _as_rows(x: Tensor, layer: Layer) -> Tensor:
-    """Reshape an input (samples, rows, features) to the number of rows that the layer reads."""
-    rows = stored_rows(layer.input_shape)
-    return x if x.shape[1] == rows else x.reshape(x.shape[0], rows, -1)
+            route = redistribute(source.activations, reader.strategy.activations, shape)
+            self._known_moves[key] = move_calls(route, tuple(x.shape))
+        x = run_moves(x, self._known_moves[key], self.stepper)
+        rows = stored_rows(layer.output_shape)
+        return x.reshape(*local_shape(rows, reader.strategy, samples), x.shape[2]) if moves_rows else x
