@@ -91,18 +91,18 @@ def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
     return (samples, features)
 
 
-def moved_shape(producer: Layer, source: Strategy, target: Strategy, samples: int) -> tuple[int, int]:
+def moved_shape(producer: Layer, slices: int, samples: int) -> tuple[int, int]:
     """The shape in which a tensor of ``samples`` samples is redistributed: that of :func:`edge_shape`, or its rows and features.
 
-    Ranks that share the positions of a sample at one of the ends hold rows, not whole samples.
+    Ranks that share the positions of a sample hold rows, not whole samples.
+
+    Args:
+        producer: the layer whose output it is.
+        slices: the larger p0 of both ends.
+        samples: samples of the tensor.
     """
     whole, features = edge_shape(producer, samples)
-    return (whole if max(source.p0, target.p0) <= samples else whole * stored_rows(producer), features)
-
-
-def stored_rows(producer: Layer) -> int:
-    """The number of rows of a sample of a layer's output, as it is stored between layers; an image is stored as one row."""
-    return producer.output_elements // edge_shape(producer, 1)[1]
+    return (whole if slices <= samples else whole * (producer.output_elements // features), features)
 
 
 def edge_steps(
@@ -121,7 +121,7 @@ def edge_steps(
     """
     if source.rows_and_features == target.rows_and_features:
         return ()
-    shape = moved_shape(producer, source, target, workload.micro_batch)
+    shape = moved_shape(producer, max(source.p0, target.p0), workload.micro_batch)
     route = redistribute(source.activations, target.activations, shape)
     return steps(route, samples * producer.output_elements * workload.itemsize)
 

@@ -204,7 +204,7 @@ class _LayerWriter:
         producing_layer = scene.graph[producer]
         source, samples = scene.strategies[producer], scene.workload.micro_batch
         if source.rows_and_features != self.strategy.rows_and_features:
-            shape = moved_shape(producing_layer, source, self.strategy, samples)
+            shape = moved_shape(producing_layer, max(source.p0, self.strategy.p0), samples)
             route = redistribute(source.activations, self.strategy.activations, shape)
             rows = stored_rows(producing_layer.output_shape)
             local = (*local_shape(rows, source, samples), shape[1] // (source.p1 * source.p2))

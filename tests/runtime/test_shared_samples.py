@@ -8,10 +8,13 @@ import pytest
 
 from autoddl.costmodel.strategy import enumerate_strategies
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.meshes import Division, StageMesh
+from autoddl.verification import verify
 from autoddl.zoo.builtin import BuiltIn
 from autoddl.zoo.transformers import Transformer, bert, gpt, llama
 
-from . import test_exported
+from . import test_exported, test_exported_pipelines
+from .pipeline_plans import pipelined
 from .random_strategies import random_strategies
 from .test_applied import JOBS, Case, check_pass
 
@@ -140,3 +143,45 @@ def test_exported_files(counted_ranks, tmp_path, name):
     path = test_exported.exported(exported, tmp_path)
     arguments = exported.built_in, exported.graph, exported.strategies, exported.workload, path, True
     test_exported.check(lambda: counted_ranks(case.num_ranks).run(f"{test_exported.JOBS}:train_both", *arguments))
+
+
+# ---- Pipelines -----------------------------------------------------------------------------------------------------------------
+
+SMALL_GPT, SMALL_LLAMA = BuiltIn("gpt", GPT), BuiltIn("llama", replace(LLAMA, layers=2))
+ONE_AND_TWO = Division((StageMesh(1, 2), StageMesh(1, 1)))
+
+
+def pipeline(model, mesh, seed, micro_batch=1, **options):
+    schedule = test_exported_pipelines.schedule("1f1b", 2, policy="A")
+    return pipelined(model, schedule, (1, 1), mesh, micro_batch=micro_batch, seed=seed, shares=True, **options)
+
+
+#: From ranks that share samples to others, to ranks with features of whole samples, and to a single rank.
+PIPELINES = {
+    "gpt on 2 x 2": lambda: pipeline(SMALL_GPT, StageMesh(1, 2), 1),
+    "llama on 2 x 2, layers recomputed": lambda: pipeline(
+        SMALL_LLAMA, StageMesh(1, 2), 5, recompute=("layers", "none")
+    ),
+    "gpt on 2 + 1": lambda: pipeline(SMALL_GPT, ONE_AND_TWO, 3),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_are_verified(counted_ranks, name):
+    """Slow: all sections of all stages are counted."""
+    plan = PIPELINES[name]()
+    assert any(strategy.positions for strategy in plan.strategies.values())
+    num_ranks = sum(plan.evaluation.schedule.widths)
+    verification = verify(plan, num_ranks, pool=counted_ranks(num_ranks))
+    assert verification.is_right
+
+
+@pytest.mark.ranks
+def test_an_exported_pipeline(counted_ranks, tmp_path):
+    """Slow: ranks import the file, and train beside the runtime."""
+    plan = PIPELINES["gpt on 2 x 2"]()
+    arguments = SMALL_GPT, plan, test_exported_pipelines.exported(plan, tmp_path), 1
+    results = counted_ranks(4).run(f"{test_exported_pipelines.JOBS}:train_both", *arguments)
+    test_exported_pipelines.check_against_runtime(plan, results)
+    test_exported_pipelines.check_bytes_of_a_run(counted_ranks(4), arguments, results)

@@ -34,7 +34,7 @@ def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
     """
     last, stepper = stage.layers[-1], stage.stepper
     split = last.strategy.activations
-    shape = moved_shape(last.layer, last.strategy, last.strategy, samples)
+    shape = moved_shape(last.layer, last.strategy.p0, samples)
     moves_rows = shape[0] != samples
     replicated = Distribution(split.axes, (Broadcast(),) * len(split.axes))
     route = redistribute(split, replicated, shape)

@@ -183,7 +183,7 @@ class Stage:
                 part, or a `HeldWeight`.
             batch: The micro-batch; see `batch`.
         """
-        values = {} if self.source is None else {self.source: x}
+        values = {} if self.source is None else {self.source: self.arrived(x, batch.num_samples)}
         num_readers = Counter(name for section in self._sections for name in section.inputs)
         for section in self._sections:
             inputs = [values[name] for name in section.inputs]
@@ -193,6 +193,13 @@ class Stage:
                 if not num_readers[name]:  # no later section reads it
                     del values[name]
         return values[self.layers[-1].name]
+
+    def arrived(self, x: Tensor, samples: int) -> Tensor:
+        """Return the previous stage's output, which may have a dimension for all rows, as (samples, rows, features)."""
+        assert self.source is not None
+        rows = stored_rows(self._model.graph[self.source].output_shape)
+        shape = local_shape(rows, self._strategies[self.source], samples)
+        return x if tuple(x.shape[:2]) == shape else x.reshape(*shape, x.shape[2])
 
     def run_layer(self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -> Tensor:
         """Redistribute a layer's inputs from their producers' layouts, and return the layer's output.
@@ -249,7 +256,7 @@ class Stage:
     def _redistributed(self, x: Tensor, producer: str, reader: ReadyLayer, samples: int) -> Tensor:
         """Redistribute a producer's output for a reader."""
         source, layer = self._strategies[producer], self._model.graph[producer]
-        shape = moved_shape(layer, source, reader.strategy, samples)
+        shape = moved_shape(layer, max(source.p0, reader.strategy.p0), samples)
         moves_rows = shape[0] != samples
         if moves_rows:
             x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
