@@ -37,7 +37,7 @@ from .layoutprices import LayoutPrices, communication_time
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
 from .overlap import WHOLE, Exposure
-from .problem import Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
+from .problem import OBJECTIVES, Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
 from .recomputation import word_of
 from .redistribution import redistribute, steps
 from .strategy import PLAIN, Choices, Strategy, enumerate_strategies, fitting, group_strategies, transposed
@@ -177,6 +177,7 @@ class PriceBook:
             twin.variables if twin else _variables(graph, cluster, untied, self.offer)
         )
         self._prices: dict[object, _Prices] = {}
+        self._growing: dict[tuple[int, int], bool] = {}
         self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
         self._working: dict[int, list[int]] = twin._working if twin else {}  # valid micro-batches of each batch
         # These prices do not depend on ties or recomputation: books that share prices (`share_with`) have them in common.
@@ -187,6 +188,36 @@ class PriceBook:
     def may_shrink(self) -> bool:
         """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
         return self._moves.may_shrink
+
+    def grows_from(self, larger: int, smaller: int) -> bool:
+        """Whether a micro-batch of ``smaller`` samples offers nothing cheaper than one of ``larger`` samples, a multiple of them.
+
+        So it is if no ranks share samples of the smaller micro-batch: then its strategies are a subset, and latencies count more
+        often.  Otherwise each strategy needs a counterpart at the larger micro-batch, with the same splits and at most the same
+        cost, and redistributions may not depend on what divides, as for powers of two.  Redistributions that may become cheaper
+        for other reasons are those of :attr:`may_shrink`.
+        """
+        key = larger, smaller
+        if key not in self._growing:
+            different = {(v.option_set, prices): None for v, prices in zip(self.variables, self._variable_prices)}
+            self._growing[key] = all(self._has_counterparts(*pair, larger, smaller) for pair in different)
+        return self._growing[key]
+
+    def _has_counterparts(self, option_set: OptionSet, prices: _Prices, larger: int, smaller: int) -> bool:
+        fits = option_set.fits(smaller)
+        if not (fits & (smaller % option_set.p0 != 0)).any():
+            return True
+        num_devices = self.cluster.num_devices
+        if num_devices & (num_devices - 1):
+            return False
+        group = option_set.alike
+        for objective in OBJECTIVES:
+            small, large = (prices.cost(larger // size, larger, objective, WHOLE) for size in (smaller, larger))
+            least = np.full(group.max() + 1, np.inf)
+            np.minimum.at(least, group, np.where(option_set.fits(larger), large, np.inf))
+            if (least[group[fits]] > small[fits] * (1 + 1e-12)).any():
+                return False
+        return True
 
     @cached_property
     def _variable_prices(self) -> tuple[_Prices, ...]:

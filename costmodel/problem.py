@@ -55,6 +55,13 @@ class OptionSet:
         """:attr:`.Strategy.ranks_per_sample` of each option, shape (options,)."""
         return np.array([strategy.ranks_per_sample for strategy in self.options])
 
+    @cached_property
+    def alike(self) -> np.ndarray:
+        """A number for each option; options that differ only in how ranks share samples have the same; shape (options,)."""
+        number: dict[Strategy, int] = {}
+        plain = (replace(strategy, sequence="", positions=()) for strategy in self.options)
+        return np.array([number.setdefault(strategy, len(number)) for strategy in plain])
+
     def fits(self, samples: int, part: int | None = None) -> np.ndarray:
         """Whether each option divides ``samples`` samples or their positions (:func:`.strategy.fitting`), shape (options,).
 

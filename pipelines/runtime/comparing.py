@@ -37,8 +37,8 @@ def check_same_function(
 ) -> None:
     """Compare an applied module with the user's module on the first samples of a batch. All ranks must call.
 
-    The number of samples is the smallest that all layers can divide without sharing samples, if there is one. Gradients and training
-    modes are restored afterwards.
+    The number of samples is the smallest that all layers can divide without sharing samples, if there is one. Gradients and
+    training modes are restored afterwards.
 
     Args:
         applied: The applied module.
