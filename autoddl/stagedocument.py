@@ -216,8 +216,8 @@ def read_strategy(entry: Fields) -> Strategy:
     if zero > 3:
         raise UserError(f"{entry.where}: zero is {zero}, should be 0 to 3")
     sequence = entry.text("sequence") if "sequence" in entry else ""
-    positions, copies = (_read_factors(entry, name, len(splits)) for name in ("positions", "copies"))
-    return Strategy(splits, zero=zero, sequence=sequence, positions=positions, copies=copies, **words)
+    positions, copies = (_read_factors(entry, name, len(splits)) for name in ("positions", "key_copies"))
+    return Strategy(splits, zero=zero, sequence=sequence, positions=positions, key_copies=copies, **words)
 
 
 def _read_factors(entry: Fields, name: str, num_levels: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class Strategy:
         sequence: how attention exchanges keys and values among the ranks that share the positions of a sample, one of
             :data:`autoddl.costmodel.kinds.attention.SEQUENCE_WAYS`; empty if every rank has whole samples.
         positions: for each level, the number of ranks that share the positions of a sample; empty if every rank has whole samples.
-        copies: for each level, the number of ranks that use the same key and value head; empty if no ranks do.
+        key_copies: for each level, the number of ranks that use the same key and value head; empty if no ranks do.
 
     All attributes but ``splits`` are *choices*: :attr:`choices` gives them, tables print them, and plan documents contain those
     that differ from their default.
@@ -99,7 +99,7 @@ class Strategy:
     regathers: bool = False
     sequence: str = ""
     positions: tuple[int, ...] = ()
-    copies: tuple[int, ...] = ()
+    key_copies: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return " ".join((" | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits), *self.words))
@@ -113,7 +113,7 @@ class Strategy:
             (self.hybrid, "hybrid"),
             (self.regathers, "regathers"),
             (bool(self.positions), f"{self.sequence}:{self.ranks_per_sample}"),
-            (bool(self.copies), f"copies:{prod(self.copies)}"),
+            (bool(self.key_copies), f"copies:{prod(self.key_copies)}"),
         )
         return tuple(word for is_chosen, word in words if is_chosen)
 
@@ -174,7 +174,7 @@ class Strategy:
         return _position_axes(self.axes(0), self.positions)
 
     @property
-    def copy_axes(self) -> tuple[Axis, ...]:
+    def key_copy_axes(self) -> tuple[Axis, ...]:
         """The mesh axes along which ranks use the same key and value head, outermost first.
 
         Between layers the features of the ranks of such an axis follow each other, innermost axis first
@@ -183,7 +183,7 @@ class Strategy:
         return tuple(
             Axis(copies, axis.stride * (axis.size // copies), axis.level)
             for axis in self.axes(1)
-            for copies in self.copies[axis.level : axis.level + 1]
+            for copies in self.key_copies[axis.level : axis.level + 1]
             if copies > 1
         )
 
@@ -351,9 +351,9 @@ class StrategyGroup:
         return self.choices.positions
 
     @property
-    def copies(self) -> tuple[int, ...]:
+    def key_copies(self) -> tuple[int, ...]:
         """As of one :class:`Strategy`."""
-        return self.choices.copies
+        return self.choices.key_copies
 
     @property
     def ranks_per_sample(self) -> int:
@@ -366,9 +366,9 @@ class StrategyGroup:
         return tuple(Axis(ranks, 0, level) for level, ranks in enumerate(self.positions) if ranks > 1)
 
     @property
-    def copy_axes(self) -> tuple[Axis, ...]:
-        """Like :attr:`Strategy.copy_axes`; strides are undefined."""
-        return tuple(Axis(copies, 0, level) for level, copies in enumerate(self.copies) if copies > 1)
+    def key_copy_axes(self) -> tuple[Axis, ...]:
+        """Like :attr:`Strategy.key_copy_axes`; strides are undefined."""
+        return tuple(Axis(copies, 0, level) for level, copies in enumerate(self.key_copies) if copies > 1)
 
     @cached_property
     def _products(self) -> np.ndarray:

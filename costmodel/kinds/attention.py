@@ -102,13 +102,13 @@ class Attention(LayerKind):
         copies = _copies(layer, strategy)
         if copies is None:
             return
-        yield (whole := replace(strategy, copies=copies))
+        yield (whole := replace(strategy, key_copies=copies))
         for positions in _position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
             for way in SEQUENCE_WAYS:
                 yield replace(whole, sequence=way, positions=positions)
 
     def offers_choices(self, layer: Layer, strategy: Strategy) -> bool:
-        if _copies(layer, strategy) != strategy.copies:
+        if _copies(layer, strategy) != strategy.key_copies:
             return False
         positions, attributes = strategy.positions, layer.attributes
         if not positions:
@@ -129,7 +129,7 @@ class Attention(LayerKind):
         is_fused = quantities.workload.attention == "fused"
         forward, backward, kept_bytes = _fused(quantities) if is_fused else _dense(quantities)
         own = Body((), (), forward, backward, kept_bytes=quantities.input_bytes + kept_bytes)
-        return _with_exchanges(quantities, own) if quantities.strategy.copies or quantities.strategy.positions else own
+        return _with_exchanges(quantities, own) if quantities.strategy.key_copies or quantities.strategy.positions else own
 
 
 def is_blockwise(layer: Layer, attention: str) -> bool:
@@ -138,7 +138,7 @@ def is_blockwise(layer: Layer, attention: str) -> bool:
 
 
 def _copies(layer: Layer, strategy: Strategy) -> tuple[int, ...] | None:
-    """Return :attr:`.Strategy.copies` of a strategy; None if the heads do not divide over its ranks."""
+    """Return :attr:`.Strategy.key_copies` of a strategy; None if the heads do not divide over its ranks."""
     attributes, s = layer.attributes, strategy.p1 * strategy.p2
     heads, kv_heads = attributes["heads"], attributes["kv_heads"]
     if kv_heads % s == 0:
@@ -175,11 +175,11 @@ def _position_factors(p0s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 def _with_exchanges(quantities: LayerQuantities, own: Body) -> Body:
     """Return the body of attention with the exchanges of keys and values, given its body without them."""
     strategy, attributes, layer = quantities.strategy, quantities.layer.attributes, quantities.layer
-    q, copies = strategy.ranks_per_sample, prod(strategy.copies)
+    q, copies = strategy.ranks_per_sample, prod(strategy.key_copies)
     of_head = 2 * layer.rows * attributes["head_dim"] * quantities.itemsize
     kv_bytes = quantities.samples * (of_head * (attributes["kv_heads"] * copies / quantities.devices))
     kept_bytes, buffer_bytes = own.kept_bytes, 0.0
-    forward = copying = gather_steps(strategy.copy_axes, kv_bytes)
+    forward = copying = gather_steps(strategy.key_copy_axes, kv_bytes)
     backward: tuple[Step, ...] = ()
     if copying:
         kept_bytes = kept_bytes + kv_bytes * (1 - 1 / copies)
@@ -198,7 +198,7 @@ def _with_exchanges(quantities: LayerQuantities, own: Body) -> Body:
     return replace(
         own,
         forward=forward,
-        backward=(*backward, *scatter_steps(strategy.copy_axes, kv_bytes)),
+        backward=(*backward, *scatter_steps(strategy.key_copy_axes, kv_bytes)),
         kept_bytes=kept_bytes,
         buffer_bytes=buffer_bytes,
     )

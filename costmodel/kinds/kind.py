@@ -245,7 +245,7 @@ class LayerKind(ABC):
 
     def offers_choices(self, layer: Layer, strategy: Strategy) -> bool:
         """Return whether the layer has the choices of a strategy that only kinds with further :meth:`variants` have."""
-        return not (strategy.sequence or strategy.positions or strategy.copies)
+        return not (strategy.sequence or strategy.positions or strategy.key_copies)
 
     def offers_summa(self, layer: Layer, strategy: Strategy) -> bool:
         """Return whether the layer can run as a Summa product on the mesh of ``strategy``."""

@@ -57,8 +57,8 @@ def test_whole_heads():
     eight = attention("t", 4, 8, 64, causal=True)
     assert {s.splits[0] for s in enumerate_strategies(eight, (16,))} == {(16, 1, 1), (8, 2, 1), (4, 4, 1), (2, 8, 1)}
     grouped = attention("t", 4, 8, 64, kv_heads=2, causal=True)
-    assert {s.splits[0] for s in enumerate_strategies(grouped, (16,)) if not s.copies} == {(16, 1, 1), (8, 2, 1)}
-    copied = {s.splits[0]: s.copies for s in enumerate_strategies(grouped, (16,)) if s.copies}
+    assert {s.splits[0] for s in enumerate_strategies(grouped, (16,)) if not s.key_copies} == {(16, 1, 1), (8, 2, 1)}
+    copied = {s.splits[0]: s.key_copies for s in enumerate_strategies(grouped, (16,)) if s.key_copies}
     assert copied == {(4, 4, 1): (2,), (2, 8, 1): (4,)}  # 4 / 2 and 8 / 2 ranks use the same key and value
 
 

@@ -77,7 +77,7 @@ def copies_case(kv_heads, level_sizes, splits, samples=2, **workload):
     for layer in graph.layers:
         if layer.kind == "attention":
             offered = enumerate_strategies(layer, level_sizes)
-            fitting = [s for s in offered if s.splits == splits and s.copies and s.fits(layer, samples)]
+            fitting = [s for s in offered if s.splits == splits and s.key_copies and s.fits(layer, samples)]
             strategies[layer.name] = fitting[-1]
     return Case("llama", sizes, graph, strategies, Workload(samples, samples, "float32", **workload))
 
@@ -96,7 +96,7 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_of_keys(ranks, name):
     case = COPIES[name]
-    assert any(strategy.copies for strategy in case.strategies.values())
+    assert any(strategy.key_copies for strategy in case.strategies.values())
     check_pass(case, ranks)
 
 

@@ -55,12 +55,12 @@ def by_hand(levels, samples):
             inner = min(s // KEYS, splits[-1][1])
             copies = (inner,) if len(levels) == 1 else (s // KEYS // inner, inner)
         if sharing == 1:
-            attending.append(Strategy(splits, copies=copies))
+            attending.append(Strategy(splits, key_copies=copies))
         elif POSITIONS % (2 * sharing) == 0:
             inner = min(sharing, splits[-1][0])
             positions = (inner,) if len(levels) == 1 else (sharing // inner, inner)
             ways = ("gather", "ring") if min(positions, default=1) == 1 or len(levels) == 1 else ("gather",)
-            attending += [Strategy(splits, sequence=way, positions=positions, copies=copies) for way in ways]
+            attending += [Strategy(splits, sequence=way, positions=positions, key_copies=copies) for way in ways]
     return products, attending
 
 
@@ -134,7 +134,7 @@ def test_what_a_ring_sends():
 
 def test_what_copies_of_keys_send():
     """4 ranks, 2 keys: two ranks share a key and a value of 8 positions x 8 x 4 = 256 bytes each."""
-    work = work_of(Strategy(((1, 4, 1),), copies=(2,)))
+    work = work_of(Strategy(((1, 4, 1),), key_copies=(2,)))
     axis = Axis(2, 2)  # features are cut innermost first
     assert work.forward == (Step(Collective.ALL_GATHER, axis, 512.0),)
     assert work.backward == (Step(Collective.REDUCE_SCATTER, axis, 512.0),)

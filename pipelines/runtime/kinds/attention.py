@@ -58,8 +58,8 @@ def program(context: LayerContext) -> LayerProgram:
         options["is_fused"] = True
     if slices > 1:
         options["slices"] = slices
-    if context.strategy.copies:
-        options["copy_axes"] = list(context.strategy.copy_axes)
+    if context.strategy.key_copies:
+        options["copy_axes"] = list(context.strategy.key_copy_axes)
     if context.strategy.positions:
         options |= {"way": context.strategy.sequence, "axes": list(context.strategy.position_axes)}
     options |= context.order
