@@ -29,6 +29,12 @@ of it and gathers it again (``regathers``; Megatron-LM's sequence parallelism).
 
 Summa distributes a product over a mesh of r x c ranks per level.  Input, weight and output are all split S0 over r and S1 over c;
 nothing is replicated.  The mesh (r, c) is written as (r, c, 1) with ``summa`` set.
+
+**Positions.**  A micro-batch of b samples of S positions has b S rows.  If p0 divides b, every rank has whole samples.  If b
+divides p0, q = p0 / b ranks share the positions of a sample: rank i has the rows from i b S / p0 on.  Layers whose rows are
+independent of each other do not notice.  Attention has to exchange keys and values among the q ranks, so that its price depends on
+q.  So q is a choice of its strategy: ``positions`` gives the factor of q on each level, the innermost part of p0 there, and
+``sequence`` the way of the exchange (:mod:`autoddl.costmodel.kinds.attention`).
 """
 
 from __future__ import annotations
@@ -56,6 +62,7 @@ __all__ = [
     "StrategyGroup",
     "data_parallel",
     "enumerate_strategies",
+    "fitting",
     "group_strategies",
     "mesh_axes",
     "transposed",
@@ -76,6 +83,10 @@ class Strategy:
         hybrid: whether gradients and weights are divided inside the nodes only; needs ``zero`` of at least 2.
         regathers: whether the backward pass gathers the input again, in place of keeping it.
         experts: for each level, the part of p0 that the experts of a layer are divided over; empty if all of them are 1.
+        sequence: how attention exchanges keys and values among the ranks that share the positions of a sample, one of
+            :data:`autoddl.costmodel.kinds.attention.SEQUENCE_WAYS`; empty if every rank has whole samples.
+        positions: for each level, the number of ranks that share the positions of a sample; empty if every rank has whole samples.
+        key_copies: for each level, the number of ranks that use the same key and value head; empty if no ranks do.
 
     All attributes but ``splits`` are *choices*: :attr:`choices` gives them, tables print them, and plan documents contain those
     that differ from their default.
@@ -91,6 +102,9 @@ class Strategy:
     hybrid: bool = False
     regathers: bool = False
     experts: tuple[int, ...] = ()
+    sequence: str = ""
+    positions: tuple[int, ...] = ()
+    key_copies: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return " ".join((" | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits), *self.words))
@@ -104,6 +118,8 @@ class Strategy:
             (self.hybrid, "hybrid"),
             (self.regathers, "regathers"),
             (bool(self.experts), f"experts {'x'.join(map(str, self.experts))}"),
+            (bool(self.positions), f"{self.sequence}:{self.ranks_per_sample}"),
+            (bool(self.key_copies), f"copies:{prod(self.key_copies)}"),
         )
         return tuple(word for is_chosen, word in words if is_chosen)
 
@@ -163,6 +179,30 @@ class Strategy:
         """Number of panels that a Summa product cuts its operands into."""
         return max(self.p0, self.p1)
 
+    @cached_property
+    def ranks_per_sample(self) -> int:
+        """Number of ranks that share the positions of a sample in attention; 1 if every rank has whole samples."""
+        return prod(self.positions)
+
+    @property
+    def position_axes(self) -> tuple[Axis, ...]:
+        """The mesh axes along which ranks share the positions of a sample, outermost first: the innermost parts of those of p0."""
+        return _position_axes(self.axes(0), self.positions)
+
+    @property
+    def key_copy_axes(self) -> tuple[Axis, ...]:
+        """The mesh axes along which ranks use the same key and value head, outermost first.
+
+        Between layers the features of the ranks of such an axis follow each other, innermost axis first
+        (:mod:`autoddl.costmodel.distribution`).  So the axis is the outermost part of the axis of p1.
+        """
+        return tuple(
+            Axis(copies, axis.stride * (axis.size // copies), axis.level)
+            for axis in self.axes(1)
+            for copies in self.key_copies[axis.level : axis.level + 1]
+            if copies > 1
+        )
+
     @property
     def num_devices(self) -> int:
         """Number of devices."""
@@ -220,16 +260,21 @@ class Strategy:
             return False
         if self.summa and not kind.offers_summa(layer, self):
             return False
-        if self.experts and not self._divides_experts(layer):
+        if not kind.offers_choices(layer, self):
             return False
         if self.p1 * self.p2 == 1:
             return True
         return kind.splitting is not Splitting.SAMPLES and kind.divides(layer, self)
 
-    def _divides_experts(self, layer: Layer) -> bool:
-        parts = [split[0] % part == 0 for split, part in zip(self.splits, self.experts)]
-        is_complete = len(self.experts) == len(self.splits) and self.expert_parts > 1 and all(parts)
-        return is_complete and kind_of(layer.kind).has_experts and layer.attributes["experts"] % self.expert_parts == 0
+    def fits(self, layer: Layer, samples: int) -> bool:
+        """Whether the micro-batch of ``samples`` divides over p0: its samples, or the positions of the layer's samples.
+
+        >>> from autoddl.costmodel.kinds.linear import linear
+        >>> layer = linear("linear", rows=6, in_features=8, out_features=8)
+        >>> [data_parallel((8,)).fits(layer, samples) for samples in (8, 4, 2, 1)]
+        [True, True, False, False]
+        """
+        return bool(fitting(samples, self.p0, self.ranks_per_sample, kind_of(layer.kind).positions(layer)))
 
     def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
         return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
@@ -254,6 +299,32 @@ class Choices:
 
 #: Nothing is divided, and gathered inputs are kept.
 PLAIN = Choices()
+
+
+def fitting(samples: int, p0: Any, ranks_per_sample: Any, positions: Any) -> Any:
+    """Whether ``samples`` samples divide over p0 slices, of whole samples or of their positions.
+
+    Args:
+        samples: samples of a micro-batch.
+        p0: number of slices, or an array.
+        ranks_per_sample: number of ranks that the strategy lets share a sample, or an array; 1 if it says nothing of that.
+        positions: number of positions of a sample that any number of ranks may share (:meth:`.LayerKind.positions`), or an array.
+    """
+    # One of the two numbers divides the other, and the ranks of a sample divide its positions.
+    shared = np.maximum(p0 // samples, 1)
+    shares_positions = (shared * samples == p0) & (positions % shared == 0)
+    return np.where(
+        np.asarray(ranks_per_sample) > 1, samples * ranks_per_sample == p0, (samples % p0 == 0) | shares_positions
+    )
+
+
+def _position_axes(axes: Sequence[Axis], positions: Sequence[int]) -> tuple[Axis, ...]:
+    return tuple(
+        Axis(ranks, axis.stride, axis.level)
+        for axis in axes
+        for ranks in positions[axis.level : axis.level + 1]
+        if ranks > 1
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,6 +381,36 @@ class StrategyGroup:
     def shard_axes(self, embedding: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """As of one :class:`Strategy`."""
         return shard_axes(self.copy_axes(embedding), self.choices.hybrid)
+
+    @property
+    def sequence(self) -> str:
+        """As of one :class:`Strategy`."""
+        return self.choices.sequence
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """As of one :class:`Strategy`."""
+        return self.choices.positions
+
+    @property
+    def key_copies(self) -> tuple[int, ...]:
+        """As of one :class:`Strategy`."""
+        return self.choices.key_copies
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """As of one :class:`Strategy`."""
+        return self.choices.ranks_per_sample
+
+    @property
+    def position_axes(self) -> tuple[Axis, ...]:
+        """Like :attr:`Strategy.position_axes`; strides are undefined."""
+        return tuple(Axis(ranks, 0, level) for level, ranks in enumerate(self.positions) if ranks > 1)
+
+    @property
+    def key_copy_axes(self) -> tuple[Axis, ...]:
+        """Like :attr:`Strategy.key_copy_axes`; strides are undefined."""
+        return tuple(Axis(copies, 0, level) for level, copies in enumerate(self.key_copies) if copies > 1)
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -438,16 +539,6 @@ def _sharded(strategy: Strategy, layer: Layer, shardings: Sequence[int]) -> Iter
             yield replace(strategy, zero=zero, hybrid=True)
 
 
-def _with_experts(strategy: Strategy, layer: Layer) -> Iterator[Strategy]:
-    """The strategy with each division of the layer's experts; the strategy itself if it has none."""
-    yield strategy
-    if not kind_of(layer.kind).has_experts:
-        return
-    for parts in product(*(divisors(p0) for p0, _, _ in strategy.splits)):
-        if prod(parts) > 1 and layer.attributes["experts"] % prod(parts) == 0:
-            yield replace(strategy, experts=tuple(parts))
-
-
 @cache
 def _all(level_sizes: tuple[int, ...], splitting: Splitting) -> tuple[Strategy, ...]:
     """All strategies of layers with this ``splitting``, regardless of shapes."""
@@ -478,13 +569,14 @@ def enumerate_strategies(
     """
     sizes, kind = tuple(level_sizes), kind_of(layer.kind)
     shardings = sorted({zero_of(layer, zero, place or Place()) for zero in choices.shardings})
-    for strategy in _all(sizes, kind.splitting):
-        if strategy.divides(layer):
-            for divided in _with_experts(strategy, layer):
-                for sharded in _sharded(divided, layer, shardings):
-                    yield sharded
-                    if choices.regathers and strategy.p1 > 1 and kind.gathers_inputs:
-                        yield replace(sharded, regathers=True)
+    for splits in _all(sizes, kind.splitting):
+        for strategy in kind.variants(layer, splits):
+            if not strategy.divides(layer):
+                continue
+            for sharded in _sharded(strategy, layer, shardings):
+                yield sharded
+                if choices.regathers and strategy.p1 > 1 and kind.gathers_inputs:
+                    yield replace(sharded, regathers=True)
     if summa and kind.splitting is Splitting.PRODUCT and not any(p.tied_to for p in layer.parameters):
         for strategy in _all(sizes, Splitting.ROWS_AND_FEATURES):
             if strategy.p0 > 1 and strategy.p1 > 1:

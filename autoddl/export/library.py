@@ -37,6 +37,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.routing": "Experts",
     f"{_RUNTIME}.latent": "Latent attention",
     f"{_RUNTIME}.blockwise": "Attention block by block",
+    f"{_RUNTIME}.sequences": "Positions of shared samples",
     f"{_RUNTIME}.norms": "Norms",
     f"{_RUNTIME}.losses": "Losses",
     f"{_RUNTIME}.rows": "Sums along rows",

@@ -303,7 +303,9 @@ class _Model:
             index = layer.block_index if blocks is None else blocks[layer.block_index]
             name = names[layer.block, index, layer.role] if layer.block else layer.name
             strategies[layer.name], stage_of[layer.name] = self.strategies[name], self.constraints.stage_of[name]
-            if not self.strategies[name].divides(layer):
+            strategy = self.strategies[name]
+            is_shared = strategy.fits(self.graph[name], self.workload.micro_batch)
+            if not strategy.divides(layer) or (is_shared and not strategy.fits(layer, self.workload.micro_batch)):
                 return None
         constraints = replace(self.constraints, stage_of=stage_of)
         if not _entries_divide(graph, constraints):

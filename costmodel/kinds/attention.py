@@ -1,6 +1,28 @@
 """Attention: softmax(q k^T) v on whole heads of whole sequences.
 
-Heads are split, into at most as many parts as there are key-value heads; there is no communication.
+Heads are split over s ranks.  If there are fewer key-value heads than ranks, s / kv_heads ranks use the same key and value; each
+has its part of their features, and all-gathers the others (``copies``).  Otherwise there is no communication, as long as every
+rank has whole samples.
+
+**Shared samples.**  If q ranks share the positions of a sample (:mod:`autoddl.costmodel.strategy`), each has all its heads of S / q
+positions.  With n the bytes of its keys and values, the ways are
+
+======  ===========================  ================================================================
+way     forward                      backward
+======  ===========================  ================================================================
+gather  all-gather of n to q n       the same, then reduce-scatter of the gradients of keys and values
+ring    q - 1 shifts of n            q - 1 shifts of n, q - 1 of the gradients of keys and values
+======  ===========================  ================================================================
+
+Gather and ring keep the keys and values of their own positions only; dense attention keeps the gathered ones, and gathers them
+once.  A ring (Liu et al., Ring Attention, 2023) needs fused attention, and axes of a single network level.  The third way, heads in
+place of positions (Jacobs et al., DeepSpeed Ulysses, 2023), needs no choice: it is a change of layout before attention, from p0 to
+whole samples and more parts of the features, and another one after it.
+
+**Causal work** of contiguous positions would be unbalanced: the last rank would have (2 q - 1) / q^2 of the pairs.  So if ranks
+share the samples of causal attention, the positions of every sample of the model are in *mirrored* order, 0, S-1, 1, S-2, ...:
+whatever q is, rank i then has as many early positions as late ones (i S / 2q to (i+1) S / 2q - 1, and as many from the end;
+"zig-zag"), and 1 / q of the pairs.  With a window the rank of the middle positions has the most pairs.
 
 **Pairs.**  Position i attends to n(i) positions: to all S, to the i + 1 up to itself if attention is causal, and to at most the
 last W of them with a sliding window.  So the pairs of a sequence are
@@ -22,16 +44,38 @@ too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ..collectives import Collective, Step, gather_steps, scatter_steps
+from ..distribution import prime_factors
 from ..layer import Layer
 from ..localwork import LocalWork, attention_core, elementwise
+from ..nearest import divisors
 from .kind import Body, LayerKind, LayerQuantities, Number
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
 
-__all__ = ["Attention", "attention", "head_sections", "pairs_of"]
+__all__ = [
+    "GATHER",
+    "RING",
+    "SEQUENCE_WAYS",
+    "Attention",
+    "attention",
+    "head_sections",
+    "is_blockwise",
+    "key_slices",
+    "pairs_of",
+]
+
+#: The ways in which ranks that share the positions of a sample exchange keys and values; see the module's docstring.
+SEQUENCE_WAYS = GATHER, RING = "gather", "ring"
 
 
 class Attention(LayerKind):
@@ -48,20 +92,118 @@ class Attention(LayerKind):
         return f"{layer.attributes['heads']} heads of {layer.attributes['head_dim']}"
 
     def input_groups(self, layer: Layer) -> tuple[int, tuple[int, ...]]:
-        return head_sections(layer)
+        kv_heads, sections = head_sections(layer)
+        return kv_heads * key_slices(layer), sections
 
     def dropped_elements(self, layer: Layer) -> int:
         # With dropout, the backward pass keeps the probabilities before and after it.
         scores: int = layer.attributes["heads"] * layer.rows * _key_rows(layer)
         return scores if layer.kept_elements > scores else 0
 
+    def variants(self, layer: Layer, strategy: Strategy) -> Iterator[Strategy]:
+        copies = _copies(layer, strategy)
+        if copies is None:
+            return
+        yield (whole := replace(strategy, key_copies=copies))
+        for positions in _position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
+            for way in SEQUENCE_WAYS:
+                yield replace(whole, sequence=way, positions=positions)
+
+    def offers_choices(self, layer: Layer, strategy: Strategy) -> bool:
+        if _copies(layer, strategy) != strategy.key_copies:
+            return False
+        positions, attributes = strategy.positions, layer.attributes
+        if strategy.experts or not positions:
+            return not (strategy.experts or strategy.sequence)
+        q = strategy.ranks_per_sample
+        if "key_rows" in attributes or layer.rows % (2 * q if attributes["causal"] else q):
+            return False
+        if positions not in _position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
+            return False
+        if strategy.sequence == RING:
+            return not self.drops_elements(layer) and sum(ranks > 1 for ranks in positions) == 1
+        return strategy.sequence == GATHER
+
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
-        return layer.attributes["kv_heads"] % (strategy.p1 * strategy.p2) == 0
+        return _copies(layer, strategy) is not None
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         is_fused = quantities.workload.attention == "fused"
         forward, backward, kept_bytes = _fused(quantities) if is_fused else _dense(quantities)
-        return Body((), (), forward, backward, kept_bytes=quantities.input_bytes + kept_bytes)
+        own = Body((), (), forward, backward, kept_bytes=quantities.input_bytes + kept_bytes)
+        return _with_exchanges(quantities, own) if quantities.strategy.key_copies or quantities.strategy.positions else own
+
+
+def is_blockwise(layer: Layer, attention: str) -> bool:
+    """Return whether ranks compute a layer block by block: with fused attention (`Workload.attention`) and without dropout."""
+    return attention == "fused" and not Attention().drops_elements(layer)
+
+
+def _copies(layer: Layer, strategy: Strategy) -> tuple[int, ...] | None:
+    """Return :attr:`.Strategy.key_copies` of a strategy; None if the heads do not divide over its ranks."""
+    attributes, s = layer.attributes, strategy.p1 * strategy.p2
+    heads, kv_heads = attributes["heads"], attributes["kv_heads"]
+    if kv_heads % s == 0:
+        return ()
+    left = s // kv_heads
+    # Each rank has whole query heads, each with a slice of its key and value.
+    if s % kv_heads or heads % s or key_slices(layer) == 1:
+        return None
+    copies = []
+    for _, p1, _ in reversed(strategy.splits):  # neighbours share heads
+        copies.append(gcd(left, p1))
+        left //= copies[-1]
+        # The ranks of a level hold the features in the order of its prime factors, the largest one innermost.
+        primes = prime_factors(p1)
+        is_first = copies[-1] in (prod(primes[:number]) for number in range(len(primes) + 1))
+        if not is_first or (left > 1 and copies[-1] != p1):
+            return None
+    return tuple(reversed(copies)) if left == 1 else None
+
+
+@cache
+def _position_factors(p0s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return every :attr:`.Strategy.positions` of strategies with these p0: the innermost ranks share a sample.
+
+    >>> _position_factors((2, 4))
+    ((1, 2), (1, 4), (2, 4))
+    """
+    found = []
+    for level in reversed(range(len(p0s))):
+        found += [(1,) * level + (ranks,) + p0s[level + 1 :] for ranks in divisors(p0s[level]) if ranks > 1]
+    return tuple(found)
+
+
+def _with_exchanges(quantities: LayerQuantities, own: Body) -> Body:
+    """Return the body of attention with the exchanges of keys and values, given its body without them."""
+    strategy, attributes, layer = quantities.strategy, quantities.layer.attributes, quantities.layer
+    q, copies = strategy.ranks_per_sample, prod(strategy.key_copies)
+    of_head = 2 * layer.rows * attributes["head_dim"] * quantities.itemsize
+    kv_bytes = quantities.samples * (of_head * (attributes["kv_heads"] * copies / quantities.devices))
+    kept_bytes, buffer_bytes = own.kept_bytes, 0.0
+    forward = copying = gather_steps(strategy.key_copy_axes, kv_bytes)
+    backward: tuple[Step, ...] = ()
+    if copying:
+        kept_bytes = kept_bytes + kv_bytes * (1 - 1 / copies)
+    axes, blockwise = strategy.position_axes, is_blockwise(layer, quantities.workload.attention)
+    if strategy.sequence == GATHER:
+        gather, scatter = gather_steps(axes, kv_bytes * q), scatter_steps(axes, kv_bytes * q)
+        forward, backward = (*forward, *gather), (*(gather if blockwise else ()), *scatter)
+        if blockwise:
+            buffer_bytes = kv_bytes * (2 * q)  # the gathered keys and values, and their gradients
+        else:
+            kept_bytes = kept_bytes + kv_bytes * q
+    elif strategy.sequence == RING:
+        shifts = (Step(Collective.SHIFT, axes[0], kv_bytes),) * (q - 1)
+        forward, backward = (*forward, *shifts), (*shifts, *shifts)
+        buffer_bytes = kv_bytes * 4  # keys and values, and their gradients, of two other ranks
+    return replace(
+        own,
+        forward=forward,
+        backward=(*backward, *scatter_steps(strategy.key_copy_axes, kv_bytes)),
+        kept_bytes=kept_bytes,
+        buffer_bytes=buffer_bytes,
+    )
 
 
 def pairs_of(layer: Layer) -> int:
@@ -82,11 +224,26 @@ def _key_rows(layer: Layer) -> int:
     return layer.attributes.get("key_rows", layer.rows)
 
 
+@cache
+def _imbalance(length: int, window: int, q: int) -> float:
+    """Return the most pairs of a rank, divided by their mean, if q ranks share sequences of ``length`` in mirrored order.
+
+    >>> _imbalance(16, 16, 4), _imbalance(16, 4, 4)
+    (1.0, 1.103448275862069)
+    """
+    pairs = np.minimum(np.arange(length) + 1, window)
+    of_ranks = (pairs + pairs[::-1])[: length // 2].reshape(q, -1).sum(axis=1)
+    return float(of_ranks.max() / of_ranks.mean())
+
+
 def _fused(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
     """Work forward and backward, and kept bytes besides the input."""
-    layer = quantities.layer
-    heads = quantities.samples * layer.attributes["heads"] / quantities.devices
-    flops = heads * (4.0 * pairs_of(layer) * layer.attributes["head_dim"])
+    layer, attributes = quantities.layer, quantities.layer.attributes
+    heads = quantities.samples * attributes["heads"] / quantities.devices
+    flops = heads * (4.0 * pairs_of(layer) * attributes["head_dim"])
+    if quantities.strategy.positions and attributes.get("window"):
+        window = min(attributes["window"], layer.rows)
+        flops = flops * _imbalance(layer.rows, window, quantities.strategy.ranks_per_sample)
     nbytes = quantities.input_bytes + quantities.output_bytes
     kept = heads * (layer.rows * quantities.statistic_bytes)
     if quantities.workload.types.rate == "fp8":
@@ -108,10 +265,24 @@ def _dense(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
     return 2 * product + softmax, 4 * product + softmax, quantities.kept_bytes
 
 
+def key_slices(layer: Layer) -> int:
+    """Return the number of slices that the features of a key are divided into, of which each of its query heads has one.
+
+    The slices lie beside the query heads, so that any split into whole query heads splits keys and values, too. It is 1 if the
+    features do not divide: then the key as a whole lies behind its query heads.
+
+    >>> key_slices(attention("attend", 4, heads=8, head_dim=64, kv_heads=2, causal=True))
+    4
+    """
+    heads_per_key = layer.attributes["heads"] // layer.attributes["kv_heads"]
+    return heads_per_key if layer.attributes["head_dim"] % heads_per_key == 0 else 1
+
+
 def head_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
     """Return (number of key-value heads, (features of q, of k, of v)) of an attention layer.
 
-    Each group of :meth:`LayerKind.input_groups` is a key-value head with its query heads.
+    Each group of :meth:`LayerKind.input_groups` is a query head with its slices of key and value (:func:`key_slices`), or a
+    key-value head with its query heads.
     """
     attributes = layer.attributes
     keys = attributes["kv_heads"] * attributes["head_dim"]

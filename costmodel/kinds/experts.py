@@ -37,12 +37,16 @@ slots' gathered tokens, the results of the three products, and the probabilities
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from ..collectives import Collective, Step, gather_steps, scatter_steps
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
+from ..nearest import divisors
 from ..sbp import Broadcast, PartialSum, Split
 from .kind import Body, LayerKind, LayerQuantities, States
 
@@ -64,7 +68,6 @@ class Experts(LayerKind):
     #: ``sigmoid``: shares are sigmoids, not a softmax.  ``scaling``: thousandths of the factor of the shares.  Of ``groups`` of
     #: experts, only those of the best ``groups_per_token`` can be chosen.
     optional_attributes = frozenset({"sigmoid", "scaling", "groups", "groups_per_token"})
-    has_experts = True
     reads_data = False
     colour = "#e6d5f0"
 
@@ -72,6 +75,23 @@ class Experts(LayerKind):
         attributes = layer.attributes
         return (
             f"{attributes['per_token']} of {attributes['experts']} experts, {layer.features} -> {attributes['inner']}"
+        )
+
+    def variants(self, layer: Layer, strategy: Strategy) -> Iterator[Strategy]:
+        yield strategy
+        for parts in product(*(divisors(p0) for p0, _, _ in strategy.splits)):
+            if prod(parts) > 1:
+                yield replace(strategy, experts=parts)
+
+    def offers_choices(self, layer: Layer, strategy: Strategy) -> bool:
+        parts = strategy.experts
+        if not super().offers_choices(layer, replace(strategy, experts=())):
+            return False
+        return not parts or (
+            len(parts) == len(strategy.splits)
+            and strategy.expert_parts > 1
+            and not any(split[0] % part for split, part in zip(strategy.splits, parts))
+            and layer.attributes["experts"] % strategy.expert_parts == 0
         )
 
     def divides(self, layer: Layer, strategy: Strategy) -> bool:

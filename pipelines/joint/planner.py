@@ -300,7 +300,8 @@ def _considered(job: PlanningJob, explored: Explored, explorer: Explorer, unpipe
     num_unpipelined = 0 if unpipelined is None else len(unpipelined.candidates)
     return Considered(
         space=f"{devices} (bidirectional schedules: equal); {schedules} of up to {MAX_PASSES:,} passes, {sizes}, "
-        f"every cut, recomputation {recomputations}, exact SBP inside each stage{summa}, {tied}",
+        f"every cut, recomputation {recomputations}, exact SBP inside each stage (of whole samples where passes are halved)"
+        f"{summa}, {tied}",
         configurations=explored.num_configurations + num_unpipelined,
         settings=explored.num_settings + num_unpipelined,
         ruled_out_by_memory=explored.num_impossible,

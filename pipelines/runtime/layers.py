@@ -96,9 +96,8 @@ def build_body(setting: LayerSetting) -> Body:
         UserError: The layer or its module cannot be run under its strategy. The message names the layer.
     """
     layer = setting.layer
-    program = layer_program(
-        setting.graph, layer, setting.strategy, setting.recompute, setting.attention, setting.is_in_block
-    )
+    options = setting.recompute, setting.attention, setting.is_in_block, setting.is_mirrored
+    program = layer_program(setting.graph, layer, setting.strategy, *options)
     try:
         for check in program.checks:
             _read_fact(check, setting)

@@ -57,6 +57,7 @@ __all__ = [
     "layout_of",
     "linear_layouts",
     "matrix_indices",
+    "mirrored_order",
     "product_order",
     "scattered",
     "split_dims",
@@ -171,18 +172,43 @@ class Layout:
         """Return the block of ``length`` features that each rank holds between layers."""
         return blocks(self.features, length, self.num_ranks)
 
-    def samples(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """Return a rank's part of an array whose rows are all samples.
+    def part_of_rows(self, array: np.ndarray, rank: int, rows: int, is_mirrored: bool = False) -> np.ndarray:
+        """Return a rank's part of an array (samples, ...) with ``rows`` rows per sample: (samples, rows, elements of a row).
+
+        Ranks that share the positions of a sample have some of its rows.
+
+        Args:
+            array: Samples of all ranks.
+            rank: The rank.
+            rows: Rows per sample.
+            is_mirrored: Whether the rows between layers are in mirrored order.
 
         Raises:
-            UserError: p0 does not divide the number of samples.
+            UserError: p0 divides neither the samples nor, if they divide p0, their rows.
         """
-        parts = prod(axis.size for axis in self.axes(0))
-        if len(array) % parts:
-            raise UserError(f"{len(array)} samples do not divide over {parts} ranks")
-        width = len(array) // parts
+        parts, samples = prod(axis.size for axis in self.axes(0)), len(array)
+        sharing = max(parts // samples, 1) if samples else 0
+        if samples % parts and (sharing * samples != parts or rows % sharing):
+            raise UserError(f"{samples} samples do not divide over {parts} ranks")
+        by_row = array.reshape(samples * rows, -1)
+        width = len(by_row) // parts
         start = flat_coordinate(self.axes(0), rank) * width
-        return array[start : start + width]
+        if is_mirrored:
+            own = np.arange(start, start + width)
+            part = by_row[own - own % rows + mirrored_order(rows)[own % rows]]
+        else:
+            part = by_row[start : start + width]
+        return part.reshape(-1, min(rows, width), by_row.shape[1])
+
+
+def mirrored_order(length: int) -> np.ndarray:
+    """Return the positions of a sample in mirrored order (:mod:`autoddl.costmodel.kinds.attention`).
+
+    >>> mirrored_order(6).tolist()
+    [0, 5, 1, 4, 2, 3]
+    """
+    early = np.arange(length // 2)
+    return np.stack([early, length - 1 - early], axis=1).reshape(-1)
 
 
 def blocks(axes: Sequence[Axis], length: int, num_ranks: int) -> Indices:

@@ -114,7 +114,7 @@ def global_layer(graph: LayerGraph, layer: Layer, strategy: Strategy, mesh: Grap
         raise UserError(
             f"{layer.describe()}: the graph executor runs {', '.join(_KINDS)}, not layers of kind {layer.kind!r}"
         )
-    return _KINDS[layer.kind](_Context(graph, layer, strategy, False, "dense", False, (), mesh, read))
+    return _KINDS[layer.kind](_Context(graph, layer, strategy, False, "dense", False, (), False, mesh, read))
 
 
 @dataclass(frozen=True)

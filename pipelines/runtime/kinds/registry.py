@@ -119,6 +119,7 @@ def layer_program(
     recompute: bool,
     attention: str = "fused",
     is_in_block: bool = False,
+    is_mirrored: bool = False,
 ) -> LayerProgram:
     """Return the program of a layer under its strategy.
 
@@ -129,6 +130,7 @@ def layer_program(
         recompute: Whether only evenly split inputs are kept for the backward pass.
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
         is_in_block: Whether the backward pass runs the whole block of the layer again.
+        is_mirrored: Whether the positions of all samples of the model are in mirrored order.
 
     Raises:
         UserError: The layer cannot be run; it is named.
@@ -137,7 +139,8 @@ def layer_program(
     if strategy.zero == 3:
         shapes = tuple(layout.local_shape() for layout in parameter_layouts(graph, layer, strategy))
     is_rerun = recompute or is_in_block
-    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, recompute, attention, is_rerun, shapes))
+    options = recompute, attention, is_rerun, shapes, is_mirrored
+    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, *options))
 
 
 def layouts_call(
@@ -154,7 +157,9 @@ def layouts_call(
     Raises:
         UserError: Ranks cannot store the layer's parameters; the layer is named.
     """
-    context = LayerContext(graph, layer, strategy, recompute=False, attention="dense", is_rerun=False, shapes=())
+    context = LayerContext(
+        graph, layer, strategy, recompute=False, attention="dense", is_rerun=False, shapes=(), is_mirrored=False
+    )
     return _rank_kind(layer).layouts(context, layer.parameters if parameters is None else parameters)
 
 
