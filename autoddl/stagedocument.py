@@ -211,11 +211,25 @@ def read_strategy(entry: Fields) -> Strategy:
     (2,1,2) summa
     """
     splits = read_splits(entry, "strategy")
-    words = {name: entry.boolean(name) for name in ("summa", "hybrid", "regathers") if name in entry}
+    words: dict[str, Any] = {name: entry.boolean(name) for name in ("summa", "hybrid", "regathers") if name in entry}
     zero = entry.integer("zero", 0) if "zero" in entry else 0
     if zero > 3:
         raise UserError(f"{entry.where}: zero is {zero}, should be 0 to 3")
-    return Strategy(splits, zero=zero, **words)
+    sequence = entry.text("sequence") if "sequence" in entry else ""
+    words |= {name: _read_factors(entry, name, len(splits)) for name in ("experts", "positions", "key_copies")}
+    return Strategy(splits, zero=zero, sequence=sequence, **words)
+
+
+def _read_factors(entry: Fields, name: str, num_levels: int) -> tuple[int, ...]:
+    """Read a number for each network level, if the document has them."""
+    if name not in entry:
+        return ()
+    factors = entry.integers(name, 1)
+    if len(factors) != num_levels:
+        raise UserError(
+            f"{entry.where}: {name} is {show_json(list(factors))}, should have a number for each of {num_levels} levels"
+        )
+    return factors
 
 
 def read_splits(entry: Fields, name: str) -> tuple[tuple[int, int, int], ...]:

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 #: The operations that are timed between ranks, and on one rank.
-COLLECTIVES = (*(collective.value for collective in Collective), TRANSFER)
+COLLECTIVES = (*(collective.value for collective in Collective if collective is not Collective.SHIFT), TRANSFER)
 DEVICE_WORK = ("matmul", "elementwise")
 #: Groups with several ranks on each of several hosts are on ``both`` levels: they are compared with predictions, and not fitted.
 BOTH_LEVELS = "both"

@@ -210,7 +210,7 @@ def _check(
         raise UserError(
             f"{layer.describe()}: {strategy} is for {sizes} devices per level, the cluster has {cluster.level_sizes}"
         )
-    if workload.micro_batch % strategy.p0:
+    if not strategy.fits(layer, workload.micro_batch):
         raise UserError(f"{layer.describe()}: {strategy} does not divide a micro-batch of {workload.micro_batch}")
     if not strategy.divides(layer):
         raise UserError(f"{layer.describe()}: {strategy} does not divide its shape")

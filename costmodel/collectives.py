@@ -9,7 +9,10 @@ all-reduce          2 (p-1) alpha + 2 (p-1)/p n beta         the tensor that eac
 all-gather          (p-1) alpha + (p-1)/p n beta             the gathered output
 reduce-scatter      (p-1) alpha + (p-1)/p n beta             the input
 all-to-all          (p-1) alpha + (p-1)/p n beta             the output (as large as the input)
+shift               alpha + n beta                           the tensor that each device passes on
 ==================  =======================================  ==========================================
+
+In a shift, every device of a ring sends its tensor to the next one.
 
 The factor of alpha is the number of messages that a device sends; the factor of beta is the number of bytes that it sends.
 The arithmetic of reductions is assumed to overlap with communication.  (AutoDDL, Section 3; Thakur et al. 2005.)
@@ -40,6 +43,7 @@ class Collective(Enum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_TO_ALL = "all-to-all"
+    SHIFT = "shift"
 
     @property
     def rounds(self) -> int:
@@ -48,7 +52,7 @@ class Collective(Enum):
 
     def messages(self, num_devices: int) -> int:
         """Number of messages that each device sends."""
-        return self.rounds * (num_devices - 1)
+        return min(num_devices - 1, 1) if self is Collective.SHIFT else self.rounds * (num_devices - 1)
 
     def sent_bytes(self, num_devices: int, nbytes: float) -> float:
         """Number of bytes that each device sends; ``nbytes`` is n of the module's table.
@@ -56,6 +60,8 @@ class Collective(Enum):
         >>> Collective.ALL_REDUCE.sent_bytes(4, 1024)
         1536.0
         """
+        if self is Collective.SHIFT:
+            return nbytes if num_devices > 1 else 0.0
         return self.rounds * (num_devices - 1) / num_devices * nbytes
 
 
@@ -65,6 +71,7 @@ ADJOINT = {
     Collective.ALL_GATHER: Collective.REDUCE_SCATTER,
     Collective.REDUCE_SCATTER: Collective.ALL_GATHER,
     Collective.ALL_TO_ALL: Collective.ALL_TO_ALL,
+    Collective.SHIFT: Collective.SHIFT,
 }
 
 

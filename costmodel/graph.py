@@ -8,7 +8,8 @@ kind         attributes
 linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue)
 embedding    vocabulary, features: a lookup table
 position     positions, features: a table added to every sample
-attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences
+attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences;
+             with key_rows, cross attention, which reads q, and k and v of as many rows
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding

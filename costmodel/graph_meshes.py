@@ -46,7 +46,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
-from .graph import LayerGraph
+from .graph import Layer, LayerGraph
+from .kinds.registry import kind_of
 from .nearest import divisors
 from .strategy import Strategy
 
@@ -65,6 +66,7 @@ __all__ = [
     "graph_mesh",
     "is_executable",
     "is_simple_change",
+    "shared_positions",
     "why_not_executable",
     "why_not_graph",
 ]
@@ -74,7 +76,8 @@ EAGER, GRAPH = "eager", "graph"
 EXECUTORS = (EAGER, GRAPH)
 #: What a search for the executor ``graph`` leaves out.
 LEFT_OUT = (
-    "what nn.Graph does not execute at its price: Summa, weights split by rows and columns at once, meshes of more than two axes, "
+    "what nn.Graph does not execute at its price: Summa, ranks that share a sample or a key, "
+    "weights split by rows and columns at once, meshes of more than two axes, "
     "and different meshes of two axes in one plan"
 )
 #: Why a graph does not execute pipelines.
@@ -140,8 +143,12 @@ def why_not_graph(strategy: Strategy) -> str:
     >>> why_not_graph(Strategy(((1, 2, 1), (2, 2, 1))))
     'nn.Graph compiles meshes of at most 2 axes, this one has 3 (features:2, samples:2, features:2)'
     """
+    if strategy.positions or strategy.copies:
+        return "its ranks exchange keys and values"
     if strategy.summa:
         return "nn.Graph has no Summa product"
+    if strategy.experts:
+        return "nn.Graph does not divide experts"
     if strategy.zero or strategy.regathers:
         return f"nn.Graph divides parameters in its own way, not by {' '.join(strategy.words)}"
     if strategy.p1 > 1 and strategy.p2 > 1:
@@ -229,6 +236,14 @@ def is_executable(executor: str, strategy: Strategy) -> bool:
         return True
     mesh = graph_mesh(strategy)
     return mesh is not None and (not family or str(mesh) in family)
+
+
+def shared_positions(executor: str, layer: Layer) -> int:
+    """The number of positions of a sample that any number of ranks may share (:meth:`.LayerKind.positions`); 1 in a graph.
+
+    A graph splits whole samples only.
+    """
+    return kind_of(layer.kind).positions(layer) if executor.split("|")[0] == EAGER else 1
 
 
 def why_not_executable(executor: str, graph: LayerGraph, strategies: Mapping[str, Strategy]) -> str:

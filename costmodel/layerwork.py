@@ -180,12 +180,12 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
     states = own * workload.optimizer_bytes_per_parameter
     if strategy.summa:
         return _Shares((), (), (), weights, weights + gradients + states, 0.0, 1)
-    axes = strategy.axes(0, kind.is_lookup)
+    axes = strategy.copy_axes(kind.is_lookup)
     zero = zero_of(layer, max(strategy.zero, workload.zero), place)
     if not zero:
         gradient = all_reduce_steps(axes, gradients)
         return _Shares((), (), gradient, weights, weights + gradients + states, 0.0, 1)
-    p0 = quantities.p0
+    p0 = strategy.copies
     if zero == 1:
         gradient = (*scatter_steps(axes, gradients), *gather_steps(axes, weights))
         return _Shares((), (), gradient, weights, weights + gradients + states / p0, 0.0, p0, zero)

@@ -76,19 +76,22 @@ class LayoutPrices:
 
         Args:
             tensor: (features, elements per sample).
-            sources, targets: layouts whose numbers of row slices divide the micro-batch.
+            sources, targets: layouts whose numbers of row slices divide the micro-batch, or its positions.
 
         Returns:
             Two arrays of shape (sources, targets).
         """
         features, elements = tensor
-        shape = (workload.micro_batch, features)
+        samples = workload.micro_batch
         table = self._table(sources, targets)
         prices = table[:, :, :4].copy()
-        undivided = (shape[0] % table[:, :, 4] != 0) | (shape[1] % table[:, :, 5] != 0)
+        # Ranks that share the positions of a sample at one of the ends hold rows, not whole samples.
+        slices = [np.array([math.prod(p0 for p0, _ in end) for end in ends]) for ends in (sources, targets)]
+        rows = np.where(np.maximum.outer(*slices) > samples, samples * (elements // features), samples)
+        undivided = (rows % table[:, :, 4] != 0) | (features % table[:, :, 5] != 0)
         for a, b in zip(*np.nonzero(undivided)):
-            prices[a, b] = self._price(sources[a], targets[b], shape)[:4]
-        nbytes = float(workload.micro_batch * elements * workload.itemsize)
+            prices[a, b] = self._price(sources[a], targets[b], (int(rows[a, b]), features))[:4]
+        nbytes = float(samples * elements * workload.itemsize)
         return prices[:, :, 0] + nbytes * prices[:, :, 1], prices[:, :, 2] + nbytes * prices[:, :, 3]
 
     def _table(self, sources: tuple[RowsAndFeatures, ...], targets: tuple[RowsAndFeatures, ...]) -> np.ndarray:

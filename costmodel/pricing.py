@@ -30,17 +30,17 @@ from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph, Place
-from .graph_meshes import EAGER, is_executable
+from .graph_meshes import EAGER, is_executable, shared_positions
 from .kinds.registry import kind_of
 from .layerwork import layer_work, repeats_redistributions
 from .layoutprices import LayoutPrices, communication_time
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
 from .overlap import WHOLE, Exposure
-from .problem import Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
+from .problem import OBJECTIVES, Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
 from .recomputation import word_of
 from .redistribution import redistribute, steps
-from .strategy import PLAIN, Choices, Strategy, enumerate_strategies, group_strategies, transposed
+from .strategy import PLAIN, Choices, Strategy, enumerate_strategies, fitting, group_strategies, transposed
 from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
 
@@ -48,6 +48,7 @@ __all__ = [
     "PriceBook",
     "edge_shape",
     "edge_steps",
+    "moved_shape",
 ]
 
 
@@ -90,6 +91,20 @@ def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
     return (samples, features)
 
 
+def moved_shape(producer: Layer, slices: int, samples: int) -> tuple[int, int]:
+    """The shape in which a tensor of ``samples`` samples is redistributed: that of :func:`edge_shape`, or its rows and features.
+
+    Ranks that share the positions of a sample hold rows, not whole samples.
+
+    Args:
+        producer: the layer whose output it is.
+        slices: the larger p0 of both ends.
+        samples: samples of the tensor.
+    """
+    whole, features = edge_shape(producer, samples)
+    return (whole if slices <= samples else whole * (producer.output_elements // features), features)
+
+
 def edge_steps(
     producer: Layer, source: Strategy, target: Strategy, workload: Workload, samples: float
 ) -> tuple[Step, ...]:
@@ -106,7 +121,8 @@ def edge_steps(
     """
     if source.rows_and_features == target.rows_and_features:
         return ()
-    route = redistribute(source.activations, target.activations, edge_shape(producer, workload.micro_batch))
+    shape = moved_shape(producer, max(source.p0, target.p0), workload.micro_batch)
+    route = redistribute(source.activations, target.activations, shape)
     return steps(route, samples * producer.output_elements * workload.itemsize)
 
 
@@ -161,6 +177,7 @@ class PriceBook:
             twin.variables if twin else _variables(graph, cluster, untied, self.offer)
         )
         self._prices: dict[object, _Prices] = {}
+        self._growing: dict[tuple[int, int], bool] = {}
         self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
         self._working: dict[int, list[int]] = twin._working if twin else {}  # valid micro-batches of each batch
         # These prices do not depend on ties or recomputation: books that share prices (`share_with`) have them in common.
@@ -171,6 +188,36 @@ class PriceBook:
     def may_shrink(self) -> bool:
         """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
         return self._moves.may_shrink
+
+    def grows_from(self, larger: int, smaller: int) -> bool:
+        """Whether a micro-batch of ``smaller`` samples offers nothing cheaper than one of ``larger`` samples, a multiple of them.
+
+        So it is if no ranks share samples of the smaller micro-batch: then its strategies are a subset, and latencies count more
+        often.  Otherwise each strategy needs a counterpart at the larger micro-batch, with the same splits and at most the same
+        cost, and redistributions may not depend on what divides, as for powers of two.  Redistributions that may become cheaper
+        for other reasons are those of :attr:`may_shrink`.
+        """
+        key = larger, smaller
+        if key not in self._growing:
+            different = {(v.option_set, prices): None for v, prices in zip(self.variables, self._variable_prices)}
+            self._growing[key] = all(self._has_counterparts(*pair, larger, smaller) for pair in different)
+        return self._growing[key]
+
+    def _has_counterparts(self, option_set: OptionSet, prices: _Prices, larger: int, smaller: int) -> bool:
+        fits = option_set.fits(smaller)
+        if not (fits & (smaller % option_set.p0 != 0)).any():
+            return True
+        num_devices = self.cluster.num_devices
+        if num_devices & (num_devices - 1):
+            return False
+        group = option_set.alike
+        for objective in OBJECTIVES:
+            small, large = (prices.cost(larger // size, larger, objective, WHOLE) for size in (smaller, larger))
+            least = np.full(group.max() + 1, np.inf)
+            np.minimum.at(least, group, np.where(option_set.fits(larger), large, np.inf))
+            if (least[group[fits]] > small[fits] * (1 + 1e-12)).any():
+                return False
+        return True
 
     @cached_property
     def _variable_prices(self) -> tuple[_Prices, ...]:
@@ -209,7 +256,7 @@ class PriceBook:
 
     def space_size(self, micro_batch: int) -> int:
         """The number of assignments of strategies that divide a micro-batch, with those of Summa if the book has them."""
-        return math.prod(int(np.sum(micro_batch % variable.option_set.p0 == 0)) for variable in self.variables)
+        return math.prod(int(np.sum(variable.option_set.fits(micro_batch))) for variable in self.variables)
 
     def problem(
         self, batch: int, micro_batch: int, objective: Objective = "step", summa: bool | None = None
@@ -263,7 +310,7 @@ class PriceBook:
         Args:
             micro_batch: samples per pass, over all devices.
             objective: ``step``, or ``communication`` to leave out computation.
-            part: samples that every strategy must divide, if a pass has fewer samples than a micro-batch.
+            part: samples that every strategy must divide, without sharing a sample, if passes have fewer than a micro-batch.
 
         Raises:
             UserError: no strategy of some layer divides the samples.
@@ -274,7 +321,7 @@ class PriceBook:
         for variable, prices in zip(self.variables, self._variable_prices):
             key = (prices, variable.option_set)
             if key not in shared:
-                kept = self._kept(variable, replace(workload, micro_batch=part or micro_batch), self.summa)
+                kept = self._kept(variable, workload, self.summa, part)
                 each = prices.coefficients(variable.option_set, objective)
                 of_one = (
                     each.forward[0] + micro_batch * each.forward[1],
@@ -317,32 +364,35 @@ class PriceBook:
             edges.append(PhaseEdge(i, j, *known[key]))
         return tuple(edges)
 
-    def _kept(self, variable: Variable, workload: Workload, summa: bool) -> np.ndarray:
-        """The indices of the options that divide the micro-batch.
+    def _kept(self, variable: Variable, workload: Workload, summa: bool, part: int | None = None) -> np.ndarray:
+        """The indices of the options that divide the micro-batch; only its whole samples if passes have ``part`` of them.
 
         Raises:
             UserError: there are none.
         """
         micro_batch = workload.micro_batch
-        kept = np.flatnonzero((micro_batch % variable.option_set.p0 == 0) & (~variable.option_set.summa | summa))
+        kept = np.flatnonzero(variable.option_set.fits(micro_batch, part) & (~variable.option_set.summa | summa))
         if len(kept) == 0:
-            why = (
-                f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s{_executed_by(self.executor)}"
-            )
+            why = f"whose samples divide a micro-batch of {part or micro_batch} {self.graph.sample}s{_executed_by(self.executor)}"
             fault = _no_strategy(self.graph[variable.layers[0]], self.cluster, why)
             raise UserError(f"{fault}; {self._nearest(workload.batch, micro_batch)}")
         return kept
 
     @cached_property
-    def _slices(self) -> tuple[tuple[int, ...], ...]:
-        """The distinct p0 of the options of each different option set, without those that include 1, which divides every number."""
+    def _slices(self) -> tuple[tuple[np.ndarray, np.ndarray, int], ...]:
+        """Of each different option set the distinct (p0, ranks that share a sample) of its options, and its positions.
+
+        Sets are left out that have an option with p0 = 1, which divides every number.
+        """
         found = {id(variable.option_set): variable.option_set for variable in self.variables}
-        slices = {tuple(np.unique(option_set.p0).tolist()) for option_set in found.values()}
-        return tuple(sorted(numbers for numbers in slices if numbers[0] > 1))
+        slices = {(tuple(np.unique([s.p0, s.ranks_per_sample], axis=1).ravel()), s.positions) for s in found.values()}
+        return tuple(
+            (*np.array(numbers).reshape(2, -1), positions) for numbers, positions in sorted(slices) if numbers[0] > 1
+        )
 
     def _divides(self, samples: int) -> bool:
         """Whether every layer has a strategy that divides ``samples``; then they are a valid micro-batch."""
-        return all(any(samples % number == 0 for number in numbers) for numbers in self._slices)
+        return all(fitting(samples, *numbers).any() for numbers in self._slices)
 
     def _nearest(self, batch: int, micro_batch: int) -> str:
         """The end of a message: the nearest valid micro-batches of the batch; if it has none, the nearest valid batches."""
@@ -358,7 +408,7 @@ class PriceBook:
         """The options at the indices ``kept``; micro-batches that keep the same options share one object."""
         key = (option_set, kept.tobytes())
         if key not in self._narrowed:
-            self._narrowed[key] = OptionSet(tuple(option_set.options[i] for i in kept))
+            self._narrowed[key] = replace(option_set, options=tuple(option_set.options[i] for i in kept))
         return self._narrowed[key]
 
     # ------------------------------------------------------------------------------------------------------------- edges
@@ -377,7 +427,11 @@ class PriceBook:
             if owner[source] != owner[target]:
                 layer = self.graph[source]
                 is_repeated = repeats_redistributions(self.workload, self.graph.place(target, self.workload.recompute))
-                tensor = (edge_shape(layer, 1)[1], layer.output_elements, is_repeated)
+                tensor = (
+                    edge_shape(layer, 1)[1],
+                    layer.output_elements,
+                    is_repeated,
+                )  # rows per sample: their quotient
                 edges.setdefault((owner[source], owner[target]), Counter())[tensor] += 1
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 
@@ -448,7 +502,10 @@ def _variable(
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
         options = _common_options(list(members.values()), swapped, cluster, place, offer)
-        known[key] = OptionSet(tuple(s for s in options if offer.allowed is None or s.plain in offer.allowed))
+        known[key] = OptionSet(
+            tuple(s for s in options if offer.allowed is None or s.plain in offer.allowed),
+            math.gcd(*(shared_positions(offer.executor, member) for member in members.values())),
+        )
     if not known[key].options:
         why = f"that divides its shape{_executed_by(offer.executor)}"
         raise UserError(f"{_no_strategy(first, cluster, why)}; try another number of devices")

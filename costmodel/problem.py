@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .errors import UserError
 from .graph import LayerGraph
 from .layoutprices import RowsAndFeatures
-from .strategy import Strategy, transposed
+from .strategy import Strategy, fitting, transposed
 from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
 
@@ -34,9 +34,11 @@ class OptionSet:
 
     Attributes:
         options: the strategies.
+        positions: number of positions of a sample of the layers that any number of ranks may share (:meth:`.LayerKind.positions`).
     """
 
     options: tuple[Strategy, ...]
+    positions: int = 1
 
     @cached_property
     def index(self) -> dict[Strategy, int]:
@@ -47,6 +49,27 @@ class OptionSet:
     def p0(self) -> np.ndarray:
         """Number of slices of the samples, shape (options,)."""
         return np.array([strategy.p0 for strategy in self.options])
+
+    @cached_property
+    def ranks_per_sample(self) -> np.ndarray:
+        """:attr:`.Strategy.ranks_per_sample` of each option, shape (options,)."""
+        return np.array([strategy.ranks_per_sample for strategy in self.options])
+
+    @cached_property
+    def alike(self) -> np.ndarray:
+        """A number for each option; options that differ only in how ranks share samples have the same; shape (options,)."""
+        number: dict[Strategy, int] = {}
+        plain = (replace(strategy, sequence="", positions=()) for strategy in self.options)
+        return np.array([number.setdefault(strategy, len(number)) for strategy in plain])
+
+    def fits(self, samples: int, part: int | None = None) -> np.ndarray:
+        """Whether each option divides ``samples`` samples or their positions (:func:`.strategy.fitting`), shape (options,).
+
+        If some passes have ``part`` of the samples, an option has to divide these, without sharing a sample.
+        """
+        if part is not None and part != samples:
+            return np.asarray((part % self.p0 == 0) & (self.ranks_per_sample == 1))
+        return np.asarray(fitting(samples, self.p0, self.ranks_per_sample, self.positions))
 
     @cached_property
     def summa(self) -> np.ndarray:
@@ -134,12 +157,12 @@ class Problem:
         for variable in self.variables:
             first = variable.layers[0]
             wanted = strategies[first]
-            if self.workload.micro_batch % wanted.p0:
+            option = variable.option_set.index.get(wanted)
+            if not wanted.fits(self.graph[first], self.workload.micro_batch):
                 raise UserError(
                     f"a micro-batch of {self.workload.micro_batch} {self.graph.sample}s does not divide over the {wanted.p0} "
                     f"slices of {wanted}"
                 )
-            option = variable.option_set.index.get(wanted)
             if option is None:
                 raise UserError(f"{self.graph[first].describe()} does not divide by {wanted}")
             for name in variable.layers[1:]:

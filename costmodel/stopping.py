@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["Deadline", "Stop", "StopRequestedError", "TimedStop"]
+__all__ = ["Deadline", "SlicedStop", "Stop", "StopRequestedError", "TimedStop"]
 
 
 class StopRequestedError(Exception):
@@ -103,3 +104,38 @@ class TimedStop(Stop):
     def is_requested(self) -> bool:
         """Whether a stop was requested, or the deadline is over."""
         return self._requested or self._deadline.is_over
+
+
+class SlicedStop(Stop):
+    """A stop that is also requested while a time slice is over, so that a search can limit the time of one of its steps.
+
+    Args:
+        stop: the stop of the whole search.
+
+    >>> stop = SlicedStop(Stop())
+    >>> with stop.until(Deadline(0.0)):
+    ...     stop.is_requested
+    True
+    >>> stop.is_requested
+    False
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__()
+        self._stop = stop
+        self._slices: list[Deadline] = []
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a stop was requested, or a slice is over."""
+        # Not `Deadline.is_over`: the stop of a deadline may be this one.
+        return self._requested or self._stop.is_requested or any(part.left_s <= 0 for part in self._slices)
+
+    @contextmanager
+    def until(self, deadline: Deadline) -> Iterator[None]:
+        """Request the stop inside of this context as soon as the deadline's time is over; contexts may be nested."""
+        self._slices.append(deadline)
+        try:
+            yield
+        finally:
+            self._slices.pop()

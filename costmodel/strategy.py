@@ -24,8 +24,17 @@ of products and tables.  With ``hybrid``, gradients and weights are divided insi
 **Gathered inputs.**  A product that gathers its input over p1 keeps the gathered input for the backward pass, or only its own part
 of it and gathers it again (``regathers``; Megatron-LM's sequence parallelism).
 
+**Experts.**  A layer of experts (:mod:`.kinds.experts`) divides its experts over the innermost e of the p0 ranks of each level
+(``experts``).  The other p0 / e ranks hold copies: they sum the gradients, and divide states with ZeRO.
+
 Summa distributes a product over a mesh of r x c ranks per level.  Input, weight and output are all split S0 over r and S1 over c;
 nothing is replicated.  The mesh (r, c) is written as (r, c, 1) with ``summa`` set.
+
+**Positions.**  A micro-batch of b samples of S positions has b S rows.  If p0 divides b, every rank has whole samples.  If b
+divides p0, q = p0 / b ranks share the positions of a sample: rank i has the rows from i b S / p0 on.  Layers whose rows are
+independent of each other do not notice.  Attention has to exchange keys and values among the q ranks, so that its price depends on
+q.  So q is a choice of its strategy: ``positions`` gives the factor of q on each level, the innermost part of p0 there, and
+``sequence`` the way of the exchange (:mod:`autoddl.costmodel.kinds.attention`).
 """
 
 from __future__ import annotations
@@ -53,6 +62,7 @@ __all__ = [
     "StrategyGroup",
     "data_parallel",
     "enumerate_strategies",
+    "fitting",
     "group_strategies",
     "mesh_axes",
     "transposed",
@@ -72,6 +82,11 @@ class Strategy:
             3 also the weights (see the module's docstring).
         hybrid: whether gradients and weights are divided inside the nodes only; needs ``zero`` of at least 2.
         regathers: whether the backward pass gathers the input again, in place of keeping it.
+        experts: for each level, the part of p0 that the experts of a layer are divided over; empty if all of them are 1.
+        sequence: how attention exchanges keys and values among the ranks that share the positions of a sample, one of
+            :data:`autoddl.costmodel.kinds.attention.SEQUENCE_WAYS`; empty if every rank has whole samples.
+        positions: for each level, the number of ranks that share the positions of a sample; empty if every rank has whole samples.
+        key_copies: for each level, the number of ranks that use the same key and value head; empty if no ranks do.
 
     All attributes but ``splits`` are *choices*: :attr:`choices` gives them, tables print them, and plan documents contain those
     that differ from their default.
@@ -86,6 +101,10 @@ class Strategy:
     zero: int = 0
     hybrid: bool = False
     regathers: bool = False
+    experts: tuple[int, ...] = ()
+    sequence: str = ""
+    positions: tuple[int, ...] = ()
+    key_copies: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return " ".join((" | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits), *self.words))
@@ -98,6 +117,9 @@ class Strategy:
             (self.zero > 0, f"zero{self.zero}"),
             (self.hybrid, "hybrid"),
             (self.regathers, "regathers"),
+            (bool(self.experts), f"experts {'x'.join(map(str, self.experts))}"),
+            (bool(self.positions), f"{self.sequence}:{self.ranks_per_sample}"),
+            (bool(self.key_copies), f"copies:{prod(self.key_copies)}"),
         )
         return tuple(word for is_chosen, word in words if is_chosen)
 
@@ -120,7 +142,11 @@ class Strategy:
         chosen = {name: getattr(self, name) for name in _CHOICES}
         return {
             "strategy": [list(split) for split in self.splits],
-            **{name: value for name, value in chosen.items() if value != _CHOICES[name]},
+            **{
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in chosen.items()
+                if value != _CHOICES[name]
+            },
         }
 
     @property
@@ -139,9 +165,43 @@ class Strategy:
         return prod(split[2] for split in self.splits)
 
     @property
+    def expert_parts(self) -> int:
+        """Number of parts that the experts of a layer are divided into."""
+        return prod(self.experts)
+
+    @property
+    def copies(self) -> int:
+        """Number of devices that hold the same part of the parameters."""
+        return self.p0 // self.expert_parts
+
+    @property
     def panels(self) -> int:
         """Number of panels that a Summa product cuts its operands into."""
         return max(self.p0, self.p1)
+
+    @cached_property
+    def ranks_per_sample(self) -> int:
+        """Number of ranks that share the positions of a sample in attention; 1 if every rank has whole samples."""
+        return prod(self.positions)
+
+    @property
+    def position_axes(self) -> tuple[Axis, ...]:
+        """The mesh axes along which ranks share the positions of a sample, outermost first: the innermost parts of those of p0."""
+        return _position_axes(self.axes(0), self.positions)
+
+    @property
+    def key_copy_axes(self) -> tuple[Axis, ...]:
+        """The mesh axes along which ranks use the same key and value head, outermost first.
+
+        Between layers the features of the ranks of such an axis follow each other, innermost axis first
+        (:mod:`autoddl.costmodel.distribution`).  So the axis is the outermost part of the axis of p1.
+        """
+        return tuple(
+            Axis(copies, axis.stride * (axis.size // copies), axis.level)
+            for axis in self.axes(1)
+            for copies in self.key_copies[axis.level : axis.level + 1]
+            if copies > 1
+        )
 
     @property
     def num_devices(self) -> int:
@@ -162,9 +222,17 @@ class Strategy:
         """The mesh axes of p0, p1 or p2 (``which`` = 0, 1 or 2), outermost first; axes of size 1 are left out."""
         return mesh_axes(self.splits, embedding)[which]
 
+    def expert_axes(self) -> tuple[Axis, ...]:
+        """The parts of the axes of p0 that experts are divided over, outermost first."""
+        return expert_axes(self.axes(0), self.experts)
+
+    def copy_axes(self, embedding: bool = False) -> tuple[Axis, ...]:
+        """The axes of p0 whose devices hold the same part of the parameters, outermost first."""
+        return copy_axes(self.axes(0, embedding), self.experts)
+
     def shard_axes(self, embedding: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """The axes of p0 that divide (gradients and weights inside a training step, the optimizer states only)."""
-        return shard_axes(self.axes(0, embedding), self.hybrid)
+        return shard_axes(self.copy_axes(embedding), self.hybrid)
 
     def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
         """The distributions of ``input``, ``weight`` and ``output`` of the product, as in the table of the module's docstring.
@@ -192,9 +260,21 @@ class Strategy:
             return False
         if self.summa and not kind.offers_summa(layer, self):
             return False
+        if not kind.offers_choices(layer, self):
+            return False
         if self.p1 * self.p2 == 1:
             return True
         return kind.splitting is not Splitting.SAMPLES and kind.divides(layer, self)
+
+    def fits(self, layer: Layer, samples: int) -> bool:
+        """Whether the micro-batch of ``samples`` divides over p0: its samples, or the positions of the layer's samples.
+
+        >>> from autoddl.costmodel.kinds.linear import linear
+        >>> layer = linear("linear", rows=6, in_features=8, out_features=8)
+        >>> [data_parallel((8,)).fits(layer, samples) for samples in (8, 4, 2, 1)]
+        [True, True, False, False]
+        """
+        return bool(fitting(samples, self.p0, self.ranks_per_sample, kind_of(layer.kind).positions(layer)))
 
     def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
         return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
@@ -219,6 +299,32 @@ class Choices:
 
 #: Nothing is divided, and gathered inputs are kept.
 PLAIN = Choices()
+
+
+def fitting(samples: int, p0: Any, ranks_per_sample: Any, positions: Any) -> Any:
+    """Whether ``samples`` samples divide over p0 slices, of whole samples or of their positions.
+
+    Args:
+        samples: samples of a micro-batch.
+        p0: number of slices, or an array.
+        ranks_per_sample: number of ranks that the strategy lets share a sample, or an array; 1 if it says nothing of that.
+        positions: number of positions of a sample that any number of ranks may share (:meth:`.LayerKind.positions`), or an array.
+    """
+    # One of the two numbers divides the other, and the ranks of a sample divide its positions.
+    shared = np.maximum(p0 // samples, 1)
+    shares_positions = (shared * samples == p0) & (positions % shared == 0)
+    return np.where(
+        np.asarray(ranks_per_sample) > 1, samples * ranks_per_sample == p0, (samples % p0 == 0) | shares_positions
+    )
+
+
+def _position_axes(axes: Sequence[Axis], positions: Sequence[int]) -> tuple[Axis, ...]:
+    return tuple(
+        Axis(ranks, axis.stride, axis.level)
+        for axis in axes
+        for ranks in positions[axis.level : axis.level + 1]
+        if ranks > 1
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,9 +360,57 @@ class StrategyGroup:
         """As of one :class:`Strategy`."""
         return self.choices.regathers
 
+    @property
+    def expert_parts(self) -> int:
+        """As of one :class:`Strategy`: the same for all of them."""
+        return self.choices.expert_parts
+
+    @property
+    def copies(self) -> np.ndarray:
+        """As of one :class:`Strategy`; shape (strategies,)."""
+        return self.p0 // self.expert_parts
+
+    def expert_axes(self) -> tuple[Axis, ...]:
+        """As of one :class:`Strategy`."""
+        return expert_axes(self.axes(0), self.choices.experts)
+
+    def copy_axes(self, embedding: bool = False) -> tuple[Axis, ...]:
+        """As of one :class:`Strategy`."""
+        return copy_axes(self.axes(0, embedding), self.choices.experts)
+
     def shard_axes(self, embedding: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """As of one :class:`Strategy`."""
-        return shard_axes(self.axes(0, embedding), self.choices.hybrid)
+        return shard_axes(self.copy_axes(embedding), self.choices.hybrid)
+
+    @property
+    def sequence(self) -> str:
+        """As of one :class:`Strategy`."""
+        return self.choices.sequence
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """As of one :class:`Strategy`."""
+        return self.choices.positions
+
+    @property
+    def key_copies(self) -> tuple[int, ...]:
+        """As of one :class:`Strategy`."""
+        return self.choices.key_copies
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """As of one :class:`Strategy`."""
+        return self.choices.ranks_per_sample
+
+    @property
+    def position_axes(self) -> tuple[Axis, ...]:
+        """Like :attr:`Strategy.position_axes`; strides are undefined."""
+        return tuple(Axis(ranks, 0, level) for level, ranks in enumerate(self.positions) if ranks > 1)
+
+    @property
+    def key_copy_axes(self) -> tuple[Axis, ...]:
+        """Like :attr:`Strategy.key_copy_axes`; strides are undefined."""
+        return tuple(Axis(copies, 0, level) for level, copies in enumerate(self.key_copies) if copies > 1)
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -302,10 +456,12 @@ def group_strategies(strategies: Sequence[Strategy], same_size: tuple[bool, ...]
     """
     splits = np.array([strategy.splits for strategy in strategies])
     pattern = np.where(np.array(same_size)[None, :, None], splits, splits > 1).reshape(len(strategies), -1)
-    groups: dict[tuple[bytes, Strategy], list[int]] = {}
+    groups: dict[tuple[bytes, Strategy, tuple[bool, ...]], list[int]] = {}
     for index, row in enumerate(pattern):
-        groups.setdefault((row.tobytes(), strategies[index].choices), []).append(index)
-    for (_, choices), members in groups.items():
+        strategy = strategies[index]
+        has_copies = tuple(split[0] > part for split, part in zip(strategy.splits, strategy.experts))
+        groups.setdefault((row.tobytes(), strategy.choices, has_copies), []).append(index)
+    for (_, choices, _), members in groups.items():
         indices = np.array(members)
         yield StrategyGroup(indices, splits[indices], choices, same_size)
 
@@ -322,6 +478,27 @@ def mesh_axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, 
             if split[which] > 1:
                 axes[which].append(Axis(split[which], stride, level))
     return tuple(tuple(of_one) for of_one in axes)
+
+
+def expert_axes(axes: Sequence[Axis], experts: Sequence[int]) -> tuple[Axis, ...]:
+    """The innermost parts of the axes of p0 that divide experts, as :meth:`Strategy.expert_axes` does."""
+    return tuple(replace(axis, size=experts[axis.level]) for axis in axes if experts and experts[axis.level] > 1)
+
+
+def copy_axes(axes: Sequence[Axis], experts: Sequence[int]) -> tuple[Axis, ...]:
+    """The rest of the axes of p0, as :meth:`Strategy.copy_axes` does.
+
+    >>> copy_axes([Axis(8, 2, 0)], [4])
+    (Axis(size=2, stride=8, level=0),)
+    """
+    if not experts:
+        return tuple(axes)
+    parts = [(axis, experts[axis.level]) for axis in axes]
+    return tuple(
+        replace(axis, size=axis.size // part, stride=axis.stride * part)
+        for axis, part in parts
+        if part == 1 or np.max(axis.size) > part
+    )
 
 
 def shard_axes(axes: Sequence[Axis], hybrid: bool) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
@@ -352,10 +529,10 @@ def _splits(size: int) -> tuple[Split3, ...]:
 
 def _sharded(strategy: Strategy, layer: Layer, shardings: Sequence[int]) -> Iterator[Strategy]:
     """The strategy with each sharding of the layer's parameters that makes a difference."""
-    if strategy.p0 == 1 or not layer.num_parameters:
+    if strategy.copies == 1 or not layer.num_parameters:
         yield strategy
         return
-    is_hybrid = len(strategy.axes(0)) > 1
+    is_hybrid = len(strategy.copy_axes()) > 1
     for zero in shardings:
         yield replace(strategy, zero=zero)
         if zero > 1 and is_hybrid:
@@ -392,8 +569,10 @@ def enumerate_strategies(
     """
     sizes, kind = tuple(level_sizes), kind_of(layer.kind)
     shardings = sorted({zero_of(layer, zero, place or Place()) for zero in choices.shardings})
-    for strategy in _all(sizes, kind.splitting):
-        if strategy.divides(layer):
+    for splits in _all(sizes, kind.splitting):
+        for strategy in kind.variants(layer, splits):
+            if not strategy.divides(layer):
+                continue
             for sharded in _sharded(strategy, layer, shardings):
                 yield sharded
                 if choices.regathers and strategy.p1 > 1 and kind.gathers_inputs:

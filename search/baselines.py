@@ -106,9 +106,9 @@ def divided(
         owner = next((p.tied_to for p in layer.parameters if p.tied_to in result), None)
         if owner is not None:
             strategy = replace(strategy, zero=result[owner].zero)  # the shared weight is divided once
-        elif layer.num_parameters and strategy.p0 > 1 and not strategy.summa:
+        elif layer.num_parameters and strategy.copies > 1 and not strategy.summa:
             own = zero_of(layer, zero, graph.place(layer.name, "none"))
-            strategy = replace(strategy, zero=own, hybrid=hybrid and own > 1 and len(strategy.axes(0)) > 1)
+            strategy = replace(strategy, zero=own, hybrid=hybrid and own > 1 and len(strategy.copy_axes()) > 1)
         result[layer.name] = strategy
     return result
 

@@ -266,12 +266,20 @@ def _classified(sums: np.ndarray, sizes: np.ndarray, rows: Sequence[np.ndarray])
     return _Options(kept, sums[kept], sizes[kept], of_class[kept], first)
 
 
-def undominated(group: np.ndarray, values: np.ndarray) -> np.ndarray:
+def undominated(
+    group: np.ndarray, values: np.ndarray, stop: Stop | None = None, most_rows: float = math.inf
+) -> np.ndarray:
     """Ascending indices of the rows that no other row of their group dominates; of equal rows one remains.
 
     Args:
         group: non-negative integers, shape (rows,).
         values: non-negative numbers, shape (rows, columns); row a dominates row b if it is no more in every column.
+        stop: ends the computation early: it compares each remaining row with many rows.
+        most_rows: largest number of rows of the result.
+
+    Raises:
+        TooManyError: more than ``most_rows`` rows remain.
+        StopRequestedError: the stop was requested.
 
     >>> undominated(np.array([0, 0, 0, 1]), np.array([[1.0, 3.0], [2.0, 2.0], [2.0, 3.0], [5.0, 5.0]])).tolist()
     [0, 1, 3]
@@ -287,10 +295,16 @@ def undominated(group: np.ndarray, values: np.ndarray) -> np.ndarray:
     group, unit = group[order], unit[order]
     alive = np.arange(len(order))
     kept = []
+    num_kept = 0
     while len(alive):
+        if stop is not None:
+            stop.check()
         # Nothing dominates the first remaining row of each group: rows are in the order of their sums.
         leads = np.flatnonzero(np.r_[True, group[alive[1:]] != group[alive[:-1]]])
         kept.append(alive[leads])
+        num_kept += len(leads)
+        if num_kept > most_rows:
+            raise TooManyError
         lead_of = np.repeat(leads, np.diff(np.r_[leads, len(alive)]))
         beaten = (unit[alive[lead_of]] <= unit[alive] + _TOLERANCE).all(axis=1)
         alive = alive[~beaten]
@@ -452,7 +466,7 @@ def front(
             stop.check()
         togo = list(remaining[number + 1])
         rows, parents, options = _extended(
-            rows, step, all_guides, caps, togo, compared, limit if bounded else None, most_rows
+            rows, step, all_guides, caps, togo, compared, limit if bounded else None, most_rows, stop
         )
         trail.append((step.variable, parents, options))
     choices = np.zeros((len(rows.sizes), len(steps)), dtype=np.intp)
@@ -472,6 +486,7 @@ def _extended(
     compared: list[int],
     limit: tuple[int, float] | None,
     most_rows: int,
+    stop: Stop | None,
 ) -> tuple[_Rows, np.ndarray, np.ndarray]:
     """Extend all rows by each option of the step's variable; drop rows over a threshold or the limit, and dominated ones."""
     options = step.options
@@ -509,7 +524,7 @@ def _extended(
         columns = flat[chosen][:, compared]
         if limit is not None:
             columns = np.column_stack([columns, size[chosen]])
-        chosen = chosen[undominated(code[chosen], columns)]
+        chosen = chosen[undominated(code[chosen], columns, stop, 4 * most_rows - total)]
         parent, option = np.divmod(chosen, len(options.number))
         parts.append((code[chosen], flat[chosen], size[chosen], parent + begin, options.number[option]))
         total += len(chosen)
@@ -523,7 +538,7 @@ def _extended(
         columns = flat[:, compared]
         if limit is not None:
             columns = np.column_stack([columns, size])
-        best = undominated(code, columns)
+        best = undominated(code, columns, stop, most_rows)
         code, flat, size, parents, numbers = (column[best] for column in (code, flat, size, parents, numbers))
     if len(code) > most_rows:
         raise TooManyError

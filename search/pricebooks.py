@@ -70,6 +70,10 @@ class PriceBooks:
         """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
         return any(book.may_shrink for book in self._books.values())
 
+    def grows_from(self, larger: int, smaller: int) -> bool:
+        """Whether no plan of the smaller micro-batch costs less than one of its multiple, the larger micro-batch."""
+        return not self.may_shrink and all(book.grows_from(larger, smaller) for book in self._books.values())
+
     def problems(
         self, options: Options, untied: bool, summa: bool = True, executor: str = EAGER
     ) -> Iterator[Problem | UserError]:

@@ -19,7 +19,8 @@ where each way of recomputation repeats at least as much as the one before it (n
 between none and blocks, and repeats more the greater K is), and a micro-batch that divides another one allows a subset of its
 strategies (4 does not divide 6: p0 = 4 is possible for 4 samples, not for 6).  So without the memory limit, the optimum does not
 decrease from a micro-batch to its divisors, or with recomputation.  The first does not hold if a redistribution may become cheaper
-with smaller micro-batches (:attr:`autoddl.costmodel.pricing.PriceBook.may_shrink`).
+with smaller micro-batches (:attr:`autoddl.costmodel.pricing.PriceBook.may_shrink`), or if ranks share samples of the smaller one
+and a strategy has no counterpart at the larger one (:meth:`autoddl.costmodel.pricing.PriceBook.grows_from`).
 
 **Numbers of recomputed blocks.**  The ways blocks:K of a micro-batch begin as one setting, for all K from k to k'.  At any
 strategies the time is at least that of blocks:k, and the memory is at least that of blocks:k'.  So the table with the costs of
@@ -454,13 +455,13 @@ class Sweep:
 
     def _free_bound(self, workload: Workload) -> float:
         """A lower bound without the memory limit, from the bounds of other settings."""
-        is_growing = not self.books.may_shrink
+        size = workload.micro_batch
         return max(
             (
                 free
                 for (micro_batch, recompute), free in self.free.items()
                 if repeats_no_more(recompute, workload.recompute)
-                and (micro_batch == workload.micro_batch or (is_growing and micro_batch % workload.micro_batch == 0))
+                and (micro_batch == size or (micro_batch % size == 0 and self.books.grows_from(micro_batch, size)))
             ),
             default=-math.inf,
         )

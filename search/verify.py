@@ -24,7 +24,7 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.graph_meshes import EAGER, are_one_family, is_executable, why_not_executable
+from autoddl.costmodel.graph_meshes import EAGER, are_one_family, is_executable, shared_positions, why_not_executable
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
@@ -35,6 +35,7 @@ from autoddl.costmodel.strategy import (
     Strategy,
     StrategyGroup,
     enumerate_strategies,
+    fitting,
     group_strategies,
     transposed,
 )
@@ -150,10 +151,12 @@ def _offered(
 ) -> list[Strategy]:
     place = graph.place(name, workload.recompute)
     options = enumerate_strategies(graph[name], cluster.level_sizes, summa, claim.choices, place)
+    positions = shared_positions(claim.executor, graph[name])
     return [
         strategy
         for strategy in options
-        if workload.micro_batch % strategy.p0 == 0 and is_executable(claim.executor, strategy)
+        if is_executable(claim.executor, strategy)
+        and fitting(workload.micro_batch, strategy.p0, strategy.ranks_per_sample, positions)
     ]
 
 
@@ -214,7 +217,7 @@ def _check_single_changes(
         for option in _offered(graph, cluster, workload, names[0], claim, claim.summa and len(names) == 1):
             alike = {n for n in names if option.summa or kind_of(graph[n].kind).is_lookup == first_is_lookup}
             changed = {n: option if n in alike else transposed(option) for n in names}
-            if any(not strategy.divides(graph[n]) for n, strategy in changed.items()):
+            if any(not (s.divides(graph[n]) and s.fits(graph[n], workload.micro_batch)) for n, s in changed.items()):
                 continue
             if not are_one_family(claim.executor, {**claim.strategies, **changed}.values()):
                 continue

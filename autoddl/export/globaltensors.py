@@ -191,7 +191,7 @@ def _fact(layer: Layer, built_in: BuiltIn, fact: Fact) -> Any:
     if fact.function == "eps_of":
         return LAYER_NORM_EPS if layer.attributes["statistics"] == 2 else RMS_NORM_EPS
     if fact.function == "rotary_base_of":
-        return ROTARY_BASE if built_in.family == "llama" else None
+        return ROTARY_BASE if built_in.family in ("llama", "moe") else None
     if fact.function == "convolution_options":
         return {name: layer.attributes[name] for name in ("stride", "padding")}
     if fact.function == "own_module":  # VGG's poolings: built-in models have no other modules that are run as they are

@@ -17,14 +17,14 @@ from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
-from autoddl.costmodel.pricing import edge_shape, edge_steps
+from autoddl.costmodel.pricing import edge_steps, moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of
 from autoddl.pipelines.runtime.comm.moves import move_calls
 from autoddl.pipelines.runtime.kinds.registry import layer_program, layouts_call, parameter_layouts
 from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, POOLING, RMS_NORM_EPS, ROTARY_BASE
-from autoddl.pipelines.runtime.stage.plan import check_input_shape, stored_rows
+from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, stored_rows
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
 from .scene import Scene, layout_text, layouts_text
@@ -109,8 +109,8 @@ class _LayerWriter:
         recompute = scene.workload.recompute
         is_recomputed = is_recomputed_alone(kind_of(layer.kind), scene.graph.place(layer.name, recompute), recompute)
         is_in_block = is_in_recomputed_block(scene.graph.place(layer.name, recompute), recompute)
-        attention = scene.workload.attention
-        self.program = layer_program(scene.graph, layer, self.strategy, is_recomputed, attention, is_in_block)
+        options = is_recomputed, scene.workload.attention, is_in_block, scene.is_mirrored
+        self.program = layer_program(scene.graph, layer, self.strategy, *options)
         self.names = self._weight_names()
         self.constants: dict[str, str] = {}
         self.steps: Iterator[Step] = iter(self.work.forward)
@@ -204,20 +204,30 @@ class _LayerWriter:
         producing_layer = scene.graph[producer]
         source, samples = scene.strategies[producer], scene.workload.micro_batch
         if source.rows_and_features != self.strategy.rows_and_features:
-            shape = edge_shape(producing_layer, samples)
+            shape = moved_shape(producing_layer, max(source.p0, self.strategy.p0), samples)
             route = redistribute(source.activations, self.strategy.activations, shape)
             rows = stored_rows(producing_layer.output_shape)
-            local_shape = (samples // source.p0, rows, shape[1] // (source.p1 * source.p2))
+            local = (*local_shape(rows, source, samples), shape[1] // (source.p1 * source.p2))
+            moves_rows = shape[0] != samples
+            if moves_rows:
+                local = (local[0] * local[1], 1, local[2])
+                chain.assign("{x}.reshape(-1, 1, {x}.shape[2])")
             steps = list(edge_steps(producing_layer, source, self.strategy, scene.workload, samples))
             layouts = f"{layout_text(layout_of(producing_layer, source))}.cuts, {layout_text(self.layout)}.cuts"
-            for call in move_calls(route, local_shape):
+            for call in move_calls(route, local):
                 priced = [steps.pop(0) for _ in range(call.num_steps)]
                 chain.assign(self._call_text(call, {_LAYOUTS: layouts}), scene.cost(priced) if priced else "")
+            if moves_rows:
+                own_rows = local_shape(rows, self.strategy, samples)[1]
+                chain.assign(f"{{x}}.reshape(-1, {own_rows}, {{x}}.shape[2])")
         if len(self.place.inputs) == 1:
             check_input_shape(scene.graph, self.layer, self.strategy)
-            rows = stored_rows(self.layer.input_shape)
-            if rows != stored_rows(producing_layer.output_shape):
-                chain.assign(f"{{x}}.reshape({{x}}.shape[0], {rows}, -1)")
+            own, read = (
+                local_shape(stored_rows(shape), self.strategy, samples)
+                for shape in (producing_layer.output_shape, self.layer.input_shape)
+            )
+            if own != read:
+                chain.assign(f"{{x}}.reshape({{x}}.shape[0], {read[1]}, -1)")
         return chain
 
     def _add_weights(self, chain: StatementChain) -> None:
@@ -319,7 +329,7 @@ class _LayerWriter:
         if fact.function == "eps_of":
             return repr(LAYER_NORM_EPS if attributes["statistics"] == 2 else RMS_NORM_EPS)
         if fact.function == "rotary_base_of":
-            return repr(ROTARY_BASE) if self.scene.built_in.family == "llama" else "None"
+            return repr(ROTARY_BASE) if self.scene.built_in.family in ("llama", "moe") else "None"
         if fact.function == "convolution_options":
             return value_text({name: attributes[name] for name in ("stride", "padding")})
         assert fact.function == "own_module", (layer.name, fact)

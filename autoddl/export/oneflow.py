@@ -24,7 +24,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.joint.configuration import recomputed_inside
 from autoddl.pipelines.joint.partition import ENTRY
-from autoddl.pipelines.runtime.stage.plan import StagePlan, entry_strategy
+from autoddl.pipelines.runtime.stage.plan import StagePlan, entry_strategy, is_mirrored
 
 from ..staging import stage_plans
 from ..zoo.builtin import BuiltIn
@@ -94,6 +94,7 @@ def _scenes(
                 names=names,
                 axes=axes,
                 form=PIPELINE if plan.num_stages > 1 else ONE_STAGE,
+                is_mirrored=is_mirrored(plan.graph, plan.strategies),
                 copies={name: shared.stored_names[name] for name in parameters if name in shared.stored_names},
             )
         )

@@ -48,7 +48,8 @@ class PipelineParts:
     def __init__(self, plan: PlanFile, stages: Sequence[StagePlan], shared: SharedWeights):
         self._plan, self._stages, self._shared = plan, stages, shared
         self._pipeline, self._schedule = plan.evaluation, plan.evaluation.schedule
-        self._layouts = stage_layouts(plan.graph, stages)
+        slot_samples = plan.workload.micro_batch // slots_per_micro_batch(self._schedule)
+        self._layouts = stage_layouts(plan.graph, stages, slot_samples)
         self._ranks = RankMap(self._schedule.widths)
         # Raises UserError if rows or columns do not divide.
         make_holding(self._schedule, plan.workload.micro_batch, self._layouts)
@@ -77,9 +78,7 @@ class PipelineParts:
         shared = self._shared.text()
         texts = (
             frame_text(self._schedule),
-            boundaries_text(
-                self._plan.graph, self._stages, [layout.columns for layout in self._layouts], self._pipeline
-            ),
+            boundaries_text(self._plan.graph, self._stages, self._layouts, self._pipeline),
             *([shared] if shared else []),
             instructions_text(
                 self._pipeline,

@@ -72,6 +72,7 @@ class Scene:
         names: identifiers of the file for layers and variables.
         axes: names of the mesh axes that the file has used so far; stages of a file share them.
         form: form of the file's classes.
+        is_mirrored: whether the positions of all samples of the model are in mirrored order.
         copies: for parameters that another stage holds too, the name under which the plain model stores the value.
     """
 
@@ -84,6 +85,7 @@ class Scene:
     names: Names
     axes: dict[Axis, str]
     form: ClassForm
+    is_mirrored: bool
     copies: Mapping[str, str]
 
     @property
@@ -167,7 +169,7 @@ def layout_text(layout: Layout) -> str:
     >>> layout_text(Layout((2, 1, 1), (1, 4, 2), summa=True))
     'Layout((2, 1, 1), (1, 4, 2), summa=True)'
     """
-    values = {name: getattr(layout, name) for name in ("embedding", "summa", "zero", "hybrid")}
+    values = {name: getattr(layout, name) for name in ("embedding", "summa", "zero", "hybrid", "experts")}
     options = [f"{name}={value}" for name, value in values.items() if value]
     return f"Layout({', '.join([*map(value_text, layout.splits), *options])})"
 

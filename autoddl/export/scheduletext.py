@@ -66,13 +66,15 @@ def frame_text(schedule: Schedule) -> str:
     return "\n".join([*lines, "    )"])
 
 
-def boundaries_text(graph: LayerGraph, stages: Sequence[StagePlan], columns: Sequence[int], priced: Evaluation) -> str:
+def boundaries_text(
+    graph: LayerGraph, stages: Sequence[StagePlan], holding: Sequence[StageLayout], priced: Evaluation
+) -> str:
     """Return the function ``boundaries`` of the file: the tensors between consecutive stages.
 
     Args:
         graph: layer graph of the whole model.
         stages: the plan of each stage.
-        columns: for each stage, the number of features of its output.
+        holding: for each stage, how its ranks hold its input and output.
         priced: the evaluated plan.
     """
     lines = [
@@ -89,9 +91,11 @@ def boundaries_text(graph: LayerGraph, stages: Sequence[StagePlan], columns: Seq
             f"Output of {plain_text(layer.name)}; per micro-batch {format_bytes(boundary.nbytes)}, "
             f"forward {format_seconds(boundary.forward_s)}, backward {format_seconds(boundary.backward_s)}"
         )
-        rows = layer.output_elements // columns[number]
+        rows = layer.output_elements // holding[number].columns
         layouts = f"producer_layout={producer_layout}, consumer_layout={consumer_layout}"
-        lines += [f"        {comment(remark)}", f"        StageBoundary({rows}, {columns[number]}, {layouts}),"]
+        if holding[number].rows_per_sample > 1:
+            layouts += ", shares_samples=True"
+        lines += [f"        {comment(remark)}", f"        StageBoundary({rows}, {holding[number].columns}, {layouts}),"]
     return "\n".join([*lines, "    ]"])
 
 

@@ -27,7 +27,7 @@ from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.precision import Precision
-from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.redistribution import steps as steps_of
 from autoddl.costmodel.sbp import Broadcast
@@ -184,9 +184,10 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samp
     last = graph.layers[-1]
     if last.is_loss:
         return ()
-    layout = strategies[last.name].activations
+    strategy = strategies[last.name]
+    layout = strategy.activations
     gathered = Distribution(layout.axes, (Broadcast(),) * len(layout.axes))
-    shape = edge_shape(last, num_samples)
+    shape = moved_shape(last, strategy.p0, num_samples)
     num_bytes = types.itemsize * num_samples * last.output_elements
     return _without_idle(steps_of(redistribute(layout, gathered, shape), num_bytes))
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Union
+from typing import Any, Union
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
@@ -38,6 +38,7 @@ from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
 from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
+from ..zoo.mixtures import Mixture
 from ..zoo.transformers import Transformer
 
 __all__ = [
@@ -302,7 +303,9 @@ class _Model:
             index = layer.block_index if blocks is None else blocks[layer.block_index]
             name = names[layer.block, index, layer.role] if layer.block else layer.name
             strategies[layer.name], stage_of[layer.name] = self.strategies[name], self.constraints.stage_of[name]
-            if not self.strategies[name].divides(layer):
+            strategy = self.strategies[name]
+            is_shared = strategy.fits(self.graph[name], self.workload.micro_batch)
+            if not strategy.divides(layer) or (is_shared and not strategy.fits(layer, self.workload.micro_batch)):
                 return None
         constraints = replace(self.constraints, stage_of=stage_of)
         if not _entries_divide(graph, constraints):
@@ -377,7 +380,10 @@ def _fewer_blocks(model: _Model) -> _Model | None:
             blocks.append(index)
     if len(blocks) == sizes.layers:
         return None
-    return model.resized(replace(sizes, layers=len(blocks)), tuple(blocks))
+    fewer: dict[str, Any] = {"layers": len(blocks)}
+    if isinstance(sizes, Mixture):
+        fewer["dense_layers"] = sum(index < sizes.dense_layers for index in blocks)
+    return model.resized(replace(sizes, **fewer), tuple(blocks))
 
 
 def _shorter_sequence(model: _Model) -> _Model | None:
@@ -425,8 +431,14 @@ def _narrower_transformers(sizes: Transformer, num_parts: int) -> Iterator[Trans
         factor = width / heads_width
         if sizes.width != heads_width:  # the width of the model is not that of its heads
             width = _rounded(sizes.width * factor, num_parts)
+        inside: dict[str, Any] = {}
+        if isinstance(sizes, Mixture):
+            inside = {"expert_width": _rounded(sizes.expert_width * factor, num_parts)}
+            if sizes.shared_width:
+                inside["shared_width"] = _rounded(sizes.shared_width * factor, num_parts)
         return replace(
             sizes,
+            **inside,
             width=width,
             heads=heads,
             kv_heads=kv_heads if sizes.kv_heads else 0,
@@ -489,6 +501,9 @@ def _named_sizes(model: _Model) -> list[tuple[str, str]]:
         named += [("blocks", sizes.layers), ("width", sizes.width), ("MLP width", sizes.mlp_width)]
         named += [("heads", sizes.heads), *([("key-value heads", sizes.kv_heads)] if sizes.kv_heads else [])]
         named += [("head size", sizes.head_dim or sizes.width // sizes.heads)]
+        if isinstance(sizes, Mixture):
+            named += [("expert width", sizes.expert_width), ("shared width", sizes.shared_width)]
+            named += [("slots of an expert", sizes.capacity)]
         named += [("sequence", sizes.sequence), ("positions", sizes.num_positions), ("vocabulary", sizes.vocabulary)]
     elif isinstance(sizes, MLPSizes):
         named += [("widths", ",".join(map(str, sizes.widths)))]

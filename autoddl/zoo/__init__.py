@@ -157,11 +157,7 @@ def _from_file(text: str, options: Mapping[str, Any]) -> LayerGraph:
     value = load_json(path)
     where = shown_path(path)
     if isinstance(value, dict) and "model_type" in value:
-        family, model = transformer_from_config(value, where)
-        graph = build_transformer(family, model, **options)
-        if options["sequence"] is not None:
-            return graph
-        return replace(graph, notes=(*graph.notes, sequence_note(value, model)))
+        return _from_config(value, where, options)
     if not isinstance(value, dict):
         raise UserError(
             f"{where}: holds no JSON object, as saved graphs and the config.json of a HuggingFace model are"
@@ -174,6 +170,15 @@ def _from_file(text: str, options: Mapping[str, Any]) -> LayerGraph:
         f"{where}: has neither a 'format', which saved graphs have, nor a 'model_type', which the config.json of a "
         f"HuggingFace model has (one of {', '.join(HUGGINGFACE_TYPES)})"
     )
+
+
+def _from_config(value: Mapping[str, Any], where: str, options: Mapping[str, Any]) -> LayerGraph:
+    """The graph of a HuggingFace configuration, with notes on what it leaves out and what the user did not choose."""
+    model = transformer_from_config(value, where)
+    graph = build_transformer(model.family, model.sizes, **options)
+    note = sequence_note(value, model.sizes) if options["sequence"] is None else None
+    notes = (*graph.notes, *model.notes_for(options["sequence"]), *(() if note is None else (note,)))
+    return replace(graph, notes=notes)
 
 
 def _unknown(text: str) -> UserError:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Union
+from typing import Any, Union
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
 from .feedforward import VGG_FEATURES, mlp, vgg
+from .mixtures import Mixture
 from .named import FAMILIES
 from .transformers import Transformer
 
@@ -165,6 +166,52 @@ def _llama(graph: LayerGraph, layers: Mapping[str, Layer]) -> Transformer:
     )
 
 
+def _moe(graph: LayerGraph, layers: Mapping[str, Layer]) -> Mixture:
+    end = f"layers.{_num_blocks(graph) - 1}"
+    found = layers[f"{end}.mlp.experts"]
+    attributes, tokens = found.attributes, layers["embed_tokens"]
+    dense, shared = layers.get("layers.0.mlp.down_proj"), layers.get(f"{end}.mlp.shared_experts.down_proj")
+    inner = attributes["inner"]
+    attend = layers["layers.0.self_attn"].attributes
+    if layers["layers.0.self_attn"].kind == "latent_attention":
+        q_a = layers.get("layers.0.self_attn.q_a_proj")
+        heads: dict[str, Any] = {
+            "query_rank": q_a.features if q_a else 0,
+            "latent_rank": layers["layers.0.self_attn.kv_a_proj"].features,
+            "rotary_dim": attend["rotary_dim"],
+            "value_dim": attend["value_dim"],
+        }
+    else:
+        has_bias = _has_bias(layers["layers.0.self_attn.q_proj+k_proj+v_proj"])
+        heads = {"kv_heads": attend["kv_heads"], "qkv_bias": has_bias}
+    return Mixture(
+        graph.name,
+        layers=_num_blocks(graph),
+        width=tokens.features,
+        heads=attend["heads"],
+        sequence=tokens.rows,
+        vocabulary=tokens.attributes["vocabulary"],
+        intermediate=dense.attributes["in_features"] if dense else inner,
+        head_dim=attend["head_dim"],
+        activation="silu",
+        tied=_is_tied(layers["lm_head"]),
+        experts=attributes["experts"],
+        per_token=attributes["per_token"],
+        expert_width=inner,
+        shared_width=shared.attributes["in_features"] if shared else 0,
+        has_shared_gate=f"{end}.mlp.shared_gate" in layers,
+        dense_layers=sum(f"layers.{i}.mlp.down_proj" in layers for i in range(_num_blocks(graph))),
+        renormalises=bool(attributes["renormalises"]),
+        sigmoid=bool(attributes.get("sigmoid", 0)),
+        scaling=attributes.get("scaling", 1000),
+        groups=attributes.get("groups", 1),
+        groups_per_token=attributes.get("groups_per_token", 1),
+        # The smallest factor with this capacity, rounded so that it is not above it.
+        capacity_factor=(attributes["capacity"] - 0.5) * attributes["experts"] / attributes["per_token"] / tokens.rows,
+        **heads,
+    )
+
+
 def _num_blocks(graph: LayerGraph) -> int:
     return 1 + max(layer.block_index for layer in graph.layers)
 
@@ -181,6 +228,7 @@ _READERS: Mapping[str, Callable[[LayerGraph, Mapping[str, Layer]], Sizes]] = {
     "gpt": _gpt,
     "bert": _bert,
     "llama": _llama,
+    "moe": _moe,
     "vgg": _vgg,
     "mlp": _mlp,
 }

@@ -11,11 +11,14 @@ from autoddl.costmodel.kinds.attention import attention
 from autoddl.costmodel.kinds.conv2d import conv2d
 from autoddl.costmodel.kinds.embedding import embedding
 from autoddl.costmodel.kinds.epilogue import KEPT_PER_ELEMENT, kept_by_epilogue
+from autoddl.costmodel.kinds.experts import capacity_of, experts
+from autoddl.costmodel.kinds.latent import latent_attention
 from autoddl.costmodel.kinds.linear import linear
 from autoddl.costmodel.kinds.loss import loss
 from autoddl.costmodel.kinds.norm import norm
 from autoddl.costmodel.kinds.opaque import opaque
 from autoddl.costmodel.kinds.position import position
+from autoddl.costmodel.kinds.tokengate import token_gate
 from autoddl.costmodel.layer import Layer
 
 __all__ = [
@@ -24,14 +27,19 @@ __all__ = [
     "GraphBuilder",
     "add",
     "attention",
+    "capacity_of",
     "conv2d",
     "embedding",
+    "experts",
     "kept_by_epilogue",
+    "latent_attention",
     "linear",
     "loss",
     "norm",
     "opaque",
+    "placed",
     "position",
+    "token_gate",
 ]
 
 #: In a block's template: the input of the block.
@@ -63,7 +71,9 @@ class GraphBuilder:
             source = self.add(layer, source)
         return source
 
-    def repeat(self, block: str, count: int, template: Sequence[tuple[Layer, Sequence[str]]], source: str) -> str:
+    def repeat(
+        self, block: str, count: int, template: Sequence[tuple[Layer, Sequence[str]]], source: str, start: int = 0
+    ) -> str:
         """Append a block ``count`` times, each reading the previous one; returns the last layer's name.
 
         Args:
@@ -71,12 +81,13 @@ class GraphBuilder:
             count: number of repetitions.
             template: the block's layers, named by role, each with the roles that it reads.
             source: the layer that the first repetition reads.
+            start: index of the first repetition.
         """
-        for index in range(count):
+        for index in range(start, start + count):
             entry = source
             for layer, roles in template:
                 inputs = (entry if role == BLOCK_INPUT else f"{block}.{index}.{role}" for role in roles)
-                source = self.add(_placed(layer, block, index), *inputs)
+                source = self.add(placed(layer, block, index), *inputs)
         return source
 
     def build(self, notes: Iterable[str] = ()) -> LayerGraph:
@@ -84,7 +95,7 @@ class GraphBuilder:
         return LayerGraph(self._name, self._sample, tuple(self._layers), tuple(self._edges), tuple(notes))
 
 
-def _placed(layer: Layer, block: str, index: int) -> Layer:
+def placed(layer: Layer, block: str, index: int) -> Layer:
     """A template's layer as part of one repetition of its block."""
     prefix = f"{block}.{index}."
     return replace(

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from autoddl.pipelines.runtime.mixtures import ExpertSizes, LatentSizes, MixtureOfExperts
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases
 
 from .builtin import BuiltIn, MLPSizes, VGGSizes
+from .mixtures import Mixture
 from .transformers import Transformer
 
 __all__ = ["build_module", "make_batch"]
@@ -28,7 +30,28 @@ def build_module(built_in: BuiltIn) -> Any:
     if built_in.family == "bert":
         return Bert(*shape, sizes.num_positions, types=sizes.types, **common)
     biases = LlamaBiases(sizes.qkv_bias, sizes.output_bias, sizes.mlp_bias)
-    return Llama(*shape, kv_heads=sizes.kv_heads or None, head_dim=sizes.head_dim or None, biases=biases, **common)
+    common.update(kv_heads=sizes.kv_heads or None, head_dim=sizes.head_dim or None, biases=biases)
+    if isinstance(sizes, Mixture):
+        latent = LatentSizes(sizes.query_rank, sizes.latent_rank, sizes.head_dim, sizes.rotary_dim, sizes.value_dim)
+        common.update(latent=latent if sizes.latent_rank else None, dense_layers=sizes.dense_layers)
+        return MixtureOfExperts(*shape, sizes=_expert_sizes(sizes), **common)
+    return Llama(*shape, **common)
+
+
+def _expert_sizes(sizes: Mixture) -> ExpertSizes:
+    return ExpertSizes(
+        sizes.experts,
+        sizes.per_token,
+        sizes.expert_width,
+        sizes.capacity,
+        sizes.renormalises,
+        sizes.sigmoid,
+        sizes.scaling / 1000,
+        sizes.groups,
+        sizes.groups_per_token,
+        sizes.shared_width,
+        sizes.has_shared_gate,
+    )
 
 
 def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -9,17 +9,29 @@ of LLaMA 2 and 3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
+from .decoders import decoder
+from .encoders import distilbert, vit
+from .mixtures import MIXTURES, mixture, sized_mixture
+from .t5 import t5
 from .transformers import Transformer, bert, gpt, llama, pad_vocabulary
 
-__all__ = ["FAMILIES", "TRANSFORMERS", "build_transformer", "sized_transformer"]
+__all__ = ["BUILDERS", "FAMILIES", "TRANSFORMERS", "build_transformer", "sized_transformer"]
 
-FAMILIES: dict[str, Callable[[Transformer], LayerGraph]] = {"gpt": gpt, "bert": bert, "llama": llama}
+FAMILIES: dict[str, Callable[[Transformer], LayerGraph]] = {"gpt": gpt, "bert": bert, "llama": llama, "moe": mixture}
+#: The functions that make graphs, by family. Sizes of families that are not in `FAMILIES` are read from HuggingFace configurations.
+BUILDERS: dict[str, Callable[[Any], LayerGraph]] = {
+    **FAMILIES,
+    "decoder": decoder,
+    "distilbert": distilbert,
+    "t5": t5,
+    "vit": vit,
+}
 
 GPT_VOCABULARY = 50257
 BERT_VOCABULARY = 30522
@@ -107,6 +119,7 @@ _CATALOGUE: tuple[tuple[str, tuple[Transformer, ...]], ...] = (
             _llama("llama3-3b", 28, 3072, 24, 8192, sequence=8192, vocabulary=LLAMA3_VOCABULARY, kv_heads=8, tied=True),
         ),
     ),
+    ("moe", MIXTURES),
 )
 
 #: Family and sizes by name; vocabularies as published.
@@ -153,12 +166,13 @@ def sized_transformer(family: str, layers: int, width: int, heads: int | None, s
     if family == "bert":
         length = sequence or 512
         return replace(_bert(name, layers, width, heads), sequence=length, positions=max(length, 512))
-    return _llama(name, layers, width, heads, _default_llama_inner(width), sequence=sequence or 2048)
+    model = _llama(name, layers, width, heads, _default_llama_inner(width), sequence=sequence or 2048)
+    return sized_mixture(model) if family == "moe" else model
 
 
 def build_transformer(
     family: str,
-    model: Transformer,
+    model: Any,
     *,
     heads: int | None,
     sequence: int | None,
@@ -168,7 +182,7 @@ def build_transformer(
     """The graph of a model, with the vocabulary padded.
 
     Args:
-        family: ``gpt``, ``bert`` or ``llama``.
+        family: a key of `BUILDERS`.
         model: its sizes.
         heads: instead of the model's own; None: unchanged.
         sequence: instead of the model's own; None: unchanged.
@@ -176,19 +190,21 @@ def build_transformer(
         dropout: whether it has dropouts; None: unchanged.
 
     Raises:
-        UserError: the sizes are inconsistent.
+        UserError: the sizes are inconsistent, or the model has no such size.
     """
-    if heads is not None and model.kv_heads:
-        model = replace(model, kv_heads=min(model.kv_heads, heads))
-    model = replace(
-        model,
-        heads=model.heads if heads is None else heads,
-        sequence=model.sequence if sequence is None else sequence,
-        vocabulary=model.vocabulary if vocabulary is None else vocabulary,
-        dropout=model.dropout if dropout is None else dropout,
-    )
+    given = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary, "dropout": dropout}
+    changes = {name: value for name, value in given.items() if value is not None}
+    known = {field.name for field in fields(model)}
+    for name, value in changes.items():
+        if name not in known:
+            raise UserError(f"{name}={value} does not apply to {model.name}, which has no {name}")
+    if heads is not None and getattr(model, "kv_heads", 0):
+        changes["kv_heads"] = min(model.kv_heads, heads)
+    model = replace(model, **changes)
+    if "vocabulary" not in known:
+        return BUILDERS[family](model)
     padded = pad_vocabulary(model.vocabulary)
-    graph = FAMILIES[family](replace(model, vocabulary=padded))
+    graph = BUILDERS[family](replace(model, vocabulary=padded))
     if padded == model.vocabulary:
         return graph
     note = f"the vocabulary of {model.vocabulary} is padded to {padded}, a multiple of 128, so that it splits evenly"

@@ -6,15 +6,31 @@ from .add import Add
 from .attention import Attention
 from .conv2d import Conv2d
 from .embedding import Embedding
+from .experts import Experts
+from .latent import LatentAttention
 from .linear import Linear
 from .loss import Loss
 from .norm import Norm
 from .opaque import Opaque
 from .position import Position
 from .registry import register
+from .tokengate import TokenGate
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN = (Linear(), Embedding(), Position(), Attention(), Norm(), Add(), Conv2d(), Loss(), Opaque())
+BUILT_IN = (
+    Linear(),
+    Embedding(),
+    Position(),
+    Attention(),
+    Norm(),
+    Add(),
+    Conv2d(),
+    Experts(),
+    TokenGate(),
+    LatentAttention(),
+    Loss(),
+    Opaque(),
+)
 for _kind in BUILT_IN:
     register(_kind)

@@ -14,7 +14,7 @@ from ..collectives import gather_steps, scatter_steps
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
 from ..sbp import Broadcast, PartialSum, Split
-from .kind import Body, LayerKind, LayerQuantities, Splitting, States
+from .kind import Body, LayerKind, LayerQuantities, Splitting, States, independent_rows
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -50,6 +50,9 @@ class Embedding(LayerKind):
         # Every rank looks up all ids of its samples, since ids have no feature dimension.
         read: States = (Split(0), Broadcast(), Broadcast())
         return read, (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
+
+    def positions(self, layer: Layer) -> int:
+        return independent_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         output_bytes = quantities.rows * quantities.layer.attributes["features"] * quantities.itemsize / quantities.p1

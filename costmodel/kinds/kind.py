@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..strategy import Strategy, StrategyGroup
     from ..workload import Workload
 
-__all__ = ["Body", "LayerKind", "LayerQuantities", "Number", "Splitting", "States"]
+__all__ = ["Body", "LayerKind", "LayerQuantities", "Number", "Splitting", "States", "independent_rows"]
 
 #: A float, an array of floats, or an :class:`autoddl.costmodel.affine.Affine` of them; the formulas of all kinds accept all three.
 Number = Any
@@ -88,7 +88,7 @@ class LayerQuantities:
     @property
     def parameter_parts(self) -> Number:
         """Number of parts that the parameters are split into."""
-        return self.devices if self.strategy.summa else self.p1 * self.p2
+        return self.devices if self.strategy.summa else self.p1 * self.p2 * self.strategy.expert_parts
 
     @property
     def block_input_bytes(self) -> Number:
@@ -232,6 +232,21 @@ class LayerKind(ABC):
         """Return whether the layer's features divide over p1 p2 > 1 devices. The caller checks :attr:`splitting`."""
         return layer.features % (strategy.p1 * strategy.p2) == 0
 
+    def positions(self, layer: Layer) -> int:
+        """Return the number of positions of a sample that any number of ranks which divides it may share.
+
+        Its rows if they are independent of each other, so that every rank computes those that it has; 1 otherwise.
+        """
+        return 1
+
+    def variants(self, layer: Layer, strategy: Strategy) -> Iterable[Strategy]:
+        """Return the strategies with the splits of ``strategy`` that the layer has, with every further choice of the kind."""
+        return (strategy,)
+
+    def offers_choices(self, layer: Layer, strategy: Strategy) -> bool:
+        """Return whether the layer has the choices of a strategy that only kinds with further :meth:`variants` have."""
+        return not (strategy.experts or strategy.sequence or strategy.positions or strategy.key_copies)
+
     def offers_summa(self, layer: Layer, strategy: Strategy) -> bool:
         """Return whether the layer can run as a Summa product on the mesh of ``strategy``."""
         return False
@@ -255,3 +270,11 @@ class LayerKind(ABC):
         Counts have to be affine in the samples: sums of the quantities, and their multiples by numbers that do not depend on the
         samples.
         """
+
+
+def independent_rows(layer: Layer) -> int:
+    """Return the rows of a sample if the layer reads and writes as many: the :meth:`LayerKind.positions` of row-wise layers."""
+    read, written = layer.input_shape, layer.output_shape
+    if len(written) != 2 or len(read) > 2 or (len(read) == 2 and read[0] != written[0]):
+        return 1
+    return written[0] if len(read) == 2 or read == written[:1] else 1

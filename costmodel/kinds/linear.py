@@ -34,7 +34,7 @@ from ..layer import Layer, Parameter
 from ..localwork import LocalWork, elementwise
 from ..sbp import Broadcast, PartialSum, Split
 from .epilogue import GATES, kept_by_epilogue
-from .kind import Body, LayerKind, LayerQuantities, Number, Splitting, States
+from .kind import Body, LayerKind, LayerQuantities, Number, Splitting, States, independent_rows
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -75,6 +75,9 @@ class Linear(LayerKind):
     @property
     def states(self) -> tuple[States, States, States]:
         return (Split(0), Broadcast(), Split(1)), (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
+
+    def positions(self, layer: Layer) -> int:
+        return independent_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         return _summa(quantities, is_first) if quantities.strategy.summa else _product(quantities, is_first)

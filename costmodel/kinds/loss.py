@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..collectives import Collective, Step, gather_steps
 from ..layer import Layer
 from ..localwork import elementwise
-from .kind import Body, LayerKind, LayerQuantities
+from .kind import Body, LayerKind, LayerQuantities, independent_rows
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -37,6 +37,9 @@ class Loss(LayerKind):
 
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
         return layer.attributes["vocabulary"] % (strategy.p1 * strategy.p2) == 0
+
+    def positions(self, layer: Layer) -> int:
+        return independent_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         axes = quantities.strategy.axes(1)

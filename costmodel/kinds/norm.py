@@ -11,7 +11,7 @@ from __future__ import annotations
 from ..collectives import Collective, Step
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
-from .kind import Body, LayerKind, LayerQuantities
+from .kind import Body, LayerKind, LayerQuantities, independent_rows
 
 __all__ = ["Norm", "norm"]
 
@@ -23,6 +23,9 @@ class Norm(LayerKind):
     attributes = ("features", "statistics")
     is_between = True
     colour = "#eeeeee"
+
+    def positions(self, layer: Layer) -> int:
+        return independent_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         statistics = quantities.rows * quantities.layer.attributes["statistics"] * quantities.statistic_bytes

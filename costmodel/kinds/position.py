@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
 from ..sbp import Broadcast, Split
-from .kind import Body, LayerKind, LayerQuantities, States
+from .kind import Body, LayerKind, LayerQuantities, States, independent_rows
 
 __all__ = ["Position", "position"]
 
@@ -30,6 +30,9 @@ class Position(LayerKind):
     def states(self) -> tuple[States, States, States]:
         read, _, written = super().states
         return read, (Broadcast(), Split(1), Broadcast()), written
+
+    def positions(self, layer: Layer) -> int:
+        return independent_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         work = elementwise(quantities.output_bytes)

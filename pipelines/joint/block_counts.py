@@ -41,6 +41,9 @@ def numbers_of_blocks(
     """Return the ways ``blocks:K`` with which a stage may have rows that pass all filters; arguments as :meth:`StageSearch.rows`.
 
     K is at least 1 and less than the number of the stage's blocks.
+
+    Raises:
+        StopRequestedError: the stop of the search was requested.
     """
     counts, constant = search.memory_of(first, stop, "blocks", passes, demand)
     # Weights of the components of a stage's table, and thresholds: those of the filters, and the memory limit.
@@ -52,6 +55,7 @@ def numbers_of_blocks(
     weights = np.array(rows)
 
     def may_have_rows(numbers: range) -> bool:
+        search.stop.check()
         table = _bounding_table(search, first, stop, passes, numbers)
         if table is None:
             return False

@@ -29,7 +29,7 @@ from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import LayerWork
 from autoddl.costmodel.layoutprices import RowsAndFeatures
-from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
@@ -130,7 +130,7 @@ def replicated_all_reduce_steps(
     """Return the steps of :func:`replicated_all_reduce_s`: (steps between the workers, steps inside each worker)."""
     if not nbytes:
         return (), ()
-    axes = () if strategy.summa else strategy.axes(0, kind_of(layer.kind).is_lookup)
+    axes = () if strategy.summa else strategy.copy_axes(kind_of(layer.kind).is_lookup)
     slices = prod(axis.size for axis in axes)
     between = (Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices),)
     if slices == 1:
@@ -200,9 +200,10 @@ def boundary_of(
     """
     share_nodes = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in placement)
     ends = [mesh.mesh_of(placement[0][stage]) for stage in (number, number + 1)]
-    samples, features = edge_shape(exit_layer, workload.micro_batch)
+    slices = max(prod(p0 for p0, _ in layout) for layout in (source, target))
+    rows, features = moved_shape(exit_layer, slices, workload.micro_batch)
     nbytes = workload.micro_batch * exit_layer.output_elements * workload.itemsize
-    tensor = (samples, features, nbytes / (samples * features))
+    tensor = (rows, features, nbytes / (rows * features))
     forward = _slowest_load(ends[0], ends[1], cluster.links, share_nodes, source, target, tensor)
     backward = _slowest_load(ends[1], ends[0], cluster.links, share_nodes, target, source, tensor)
     return Boundary(forward.seconds(cluster.links), backward.seconds(cluster.links), nbytes, forward, backward)
@@ -243,15 +244,15 @@ def _slowest_load(
 
     Args:
         links: Links between nodes, and inside nodes.
-        tensor: Number of samples, number of features, bytes per element.
+        tensor: Number of samples (or of rows, if ranks share samples), number of features, bytes per element.
     """
-    samples, features, itemsize = tensor
+    rows, features, itemsize = tensor
     if sender == receiver and source == target:
         # Every rank sends its own part to the rank in the same place.
-        return BoundaryLoad(share_nodes, 1, samples * features * itemsize / sender.num_devices)
+        return BoundaryLoad(share_nodes, 1, rows * features * itemsize / sender.num_devices)
     # Messages and bytes by (level, direction, rank).
     totals: dict[tuple[bool, bool, int], list[float]] = {}
-    for piece in crossing(canonical(source), canonical(target), (samples, features)):
+    for piece in crossing(canonical(source), canonical(target), (rows, features)):
         nodes = piece.source // sender.devices_per_node, piece.destination // receiver.devices_per_node
         is_inside = share_nodes and nodes[0] == nodes[1]
         for end in ((is_inside, False, piece.source), (is_inside, True, piece.destination)):

@@ -65,6 +65,7 @@ __all__ = [
     "micro_batches_per_pipeline",
     "placement_of",
     "worker_loads",
+    "worker_paths",
 ]
 
 #: Assumed part of the forward pass in the work of a micro-batch.
@@ -165,13 +166,13 @@ def fill_and_drain(spec: PipelineSchedule) -> np.ndarray:
 
     Returns:
         One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`: one forward pass, and one backward pass
-        unless backward passes are split.
+        unless backward passes are split.  If they take half a micro-batch, only half a pass follows the worker's last task.
     """
     terms = Terms(spec.num_stages)
     weights = np.zeros(terms.count)
     weights[terms.forward] = weights[terms.transfer_forward] = 1.0
     if not spec.splits_backward:
-        weights[terms.backward] = weights[terms.transfer_backward] = 1.0
+        weights[terms.backward] = weights[terms.transfer_backward] = 0.5 if spec.halves_backwards else 1.0
     return weights
 
 
@@ -224,6 +225,24 @@ def worker_loads(spec: PipelineSchedule) -> list[np.ndarray]:
             weights[terms.recompute.start + stage] += counts[pipeline]
         loads.append(weights)
     return loads
+
+
+def worker_paths(spec: PipelineSchedule) -> list[np.ndarray]:
+    """Return the load of each worker of a synchronous schedule with fill and drain through the stages before its first one.
+
+    Before a worker's first task a micro-batch passes forward through these stages, and after its last task a gradient passes
+    backward through them.
+
+    Returns:
+        Per worker one weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+    """
+    terms, through = Terms(spec.num_stages), fill_and_drain(spec)
+    paths = [load for load in worker_loads(spec) if load.any()]
+    for path in paths:
+        first = int(path[terms.forward].nonzero()[0][0])
+        for part in (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward):
+            path[part][:first] += through[part][:first]
+    return paths
 
 
 def bound_class(spec: PipelineSchedule) -> tuple[object, ...]:

@@ -90,6 +90,7 @@ def locally_improved(cut_graph: CutGraph, graph: StepGraph, cut: Cut, vectors: n
     sizes = np.array([stop - first for first, stop in cut])
     max_moves = min(_MAX_MOVES, 4 * MAX_NODES // (len(pairs) * graph.num_nodes + 1))
     for _ in range(max(1, max_moves)):
+        cut_graph.explorer.stop.check()
         units = np.eye(stages, dtype=int)
         moved = [sizes - units[giver] + units[taker] for giver, taker in pairs if sizes[giver] > 1]
         if not moved:

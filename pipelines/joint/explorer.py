@@ -18,7 +18,7 @@ import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.stopping import SlicedStop, Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
@@ -36,14 +36,14 @@ from .space import schedules
 from .stage_cost import Pricing, Replicas
 from .stage_search import MakeStages, Passes, StageSearch
 
-__all__ = ["RELATIVE_TOLERANCE", "Explorer", "Setting"]
+__all__ = ["RELATIVE_TOLERANCE", "Explorer", "Setting", "setting_of"]
 
 #: Relative difference of steps that counts as equal.
 RELATIVE_TOLERANCE = 1e-9
 #: Number of cached step graphs; a graph of 10,000 tasks takes about 1 MiB.
 _MAX_GRAPHS = 96
 #: Number of passes of micro-batches through stages from which a schedule has a condensed graph.
-_MIN_PASSES_TO_CONDENSE = 2000
+_MIN_PASSES_TO_CONDENSE = 600
 #: Number of longest paths per schedule that are kept for other settings with the same schedule.
 _MAX_PATHS = 12
 
@@ -79,6 +79,11 @@ class Setting:
         if not self.schedule.halves_backwards:
             return self.micro_batch
         return 0 if self.micro_batch % 2 else self.micro_batch // 2
+
+
+def setting_of(configuration: Configuration) -> Setting:
+    """Return the setting of a configuration."""
+    return Setting(configuration.mesh, configuration.schedule, configuration.workload.micro_batch)
 
 
 @dataclass(eq=False)
@@ -130,7 +135,7 @@ class Explorer:
         share_with: Explorer | None = None,
         stop: Stop | None = None,
     ):
-        self.stop = stop or Stop()
+        self.stop = SlicedStop(stop or Stop())
         self.chain, self.cluster, self.workload = chain, cluster, workload
         self.limit_bytes, self.recomputations = limit_bytes, recomputations
         self.pricing = pricing or Pricing()

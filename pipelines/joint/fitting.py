@@ -118,6 +118,7 @@ def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: floa
             cut_graph.passes[stage],
             cut_graph.stage_demands[stage],
         )
+        cut_graph.explorer.stop.check()
         ways = _ways_of(cut_graph, stage, first, stop)
         hulls = [search.hull(first, stop, recompute, passes, demand, priced) for recompute in ways]
         parts = [rows for rows in hulls if rows is not None]
@@ -211,6 +212,7 @@ class _RowSelection:
         """
         best_s = float(steps(times[:, None])[0])
         for _ in range(_MAX_EXCHANGES):
+            self.cut_graph.explorer.stop.check()
             exchanges = [
                 (stage, row)
                 for stage, rows in enumerate(self.candidates)

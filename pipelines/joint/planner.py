@@ -2,10 +2,10 @@
 
 With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
 
-1.  **Without a pipeline.**  The planner without pipelines (:mod:`autoddl.search.planner`) finds the best plan of one stage, which
-    is a member of the joint space.  It is the first incumbent, unless the user gives a better plan (:mod:`.start`).
-2.  **Early incumbent.**  Megatron's rule (:mod:`.megatron_trials`) and the most promising settings of the space give a good plan
-    early.
+1.  **First plans.**  Trials by Megatron's rule (:mod:`.megatron_trials`) give a plan at once, which a search of its setting
+    improves.  Then the planner without pipelines (:mod:`autoddl.search.planner`) finds the best plan of one stage.  All are members
+    of the joint space.  The best of them is the first incumbent, unless the user gives a better plan (:mod:`.start`).
+2.  **Early incumbent.**  The most promising settings of the space give a good plan early.
 3.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`).  Their plans are
     members of the space, too.  The best plan so far is the incumbent of phase 4, so no plan is slower than a row of its own table.
 4.  **The whole space** is searched for a better plan (:mod:`.search`).
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -38,7 +39,7 @@ from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
 from .result import Considered, JointOptions, PlanResult, Rival
 from .rivals import RIVAL_FAMILIES, describe_stop, paper_plan, plan_rivals
-from .search import Explored, Search
+from .search import Explored, Search, improve_near
 from .space import MAX_PASSES
 from .start import Start, start_note, start_problem, started
 
@@ -46,10 +47,13 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: Share of the time limit for the plan without a pipeline.
 _SHARE_WITHOUT_PIPELINE = 0.2
-#: Share of the time limit for the trials by Megatron's rule.
+#: Share of the time limit for the trials by Megatron's rule, and the seconds of processor time that they get at least.
 _SHARE_OF_TRIALS = 0.01
+_LEAST_TIME_OF_TRIALS_S = 0.5
+#: Share of the time limit for the search near the best trial.
+_SHARE_NEAR_TRIAL = 0.08
 #: Share of the time limit for the early incumbent of the whole space.
-_SHARE_OF_INCUMBENT = 0.15
+_SHARE_OF_INCUMBENT = 0.1
 #: Share of the time limit for the least sufficient memory, if no plan fits.
 _SHARE_OF_LEAST_MEMORY = 0.5
 
@@ -94,10 +98,19 @@ def plan_jointly(
     clock = Clock(job.time_limit_s, job.stop)
     first = None if start is None else started(job, start)
     is_alone = start is not None and not start.has_pipeline and not start_problem(start, graph, cluster)
-    unpipelined, error = _plan_without_pipeline(job, start.without_pipeline if start is not None and is_alone else None)
+    trial = near = None
+    explorer = job.explorer()
+    if options.pipeline == "auto":
+        trial = _trial(job)
+        if trial is not None:
+            near_clock = Clock(_SHARE_NEAR_TRIAL * job.time_limit_s, job.stop)
+            near = improve_near(explorer, trial, options.base.micro_batch is None, near_clock, report)
+    own = start.without_pipeline if start is not None and is_alone else None
+    unpipelined, error = _plan_without_pipeline(job, own, trial is not None)
     if options.pipeline != "auto":
         return _plan_by_paper(job, unpipelined, error, began)
-    found = _plan_by_search(job, unpipelined, error, clock, began, None if first is None else first.evaluation)
+    given = None if first is None else first.evaluation
+    found = _plan_by_search(job, explorer, (trial, near, given), unpipelined, error, clock, began)
     if start is None or first is None:
         return found
     step_s = None if first.evaluation is None else first.evaluation.step_s
@@ -118,16 +131,40 @@ def _check(options: JointOptions) -> None:
         raise UserError(f"executor={base.executor!r} is for plans without a pipeline: {NO_PIPELINE}")
 
 
-# ---- Without a pipeline ------------------------------------------------------------------------------------------------
+# ---- First plans -------------------------------------------------------------------------------------------------------
 
 
-def _plan_without_pipeline(job: PlanningJob, start: StartPlan | None) -> tuple[Planned | None, UserError | None]:
-    """The best plan without a pipeline, or the error that says why there is none."""
+def _trial(job: PlanningJob) -> Evaluation | None:
+    """The best plan of the trials by Megatron's rule; None if none fits, or if plans are not compared by their steps."""
+    if job.options.base.objective != "step":
+        return None
+    clock = Clock(max(_SHARE_OF_TRIALS * job.time_limit_s, _LEAST_TIME_OF_TRIALS_S), job.stop)
+    first = megatron_trials(job, math.inf, clock)  # ends with the first plan that fits
+    best = first and (megatron_trials(job, first.step_s, clock) or first)
+    if best is not None:
+        job.report(best.step_s, job.arithmetic_s, 1)
+    return best
+
+
+def _plan_without_pipeline(
+    job: PlanningJob, start: StartPlan | None, has_plan: bool
+) -> tuple[Planned | None, UserError | None]:
+    """The best plan without a pipeline, or the error that says why there is none.
+
+    Args:
+        job: The planning job.
+        start: A plan of the user without a pipeline; None if there is none.
+        has_plan: Whether a plan with a pipeline is known.
+
+    Raises:
+        StopRequestedError: The stop was requested before any plan was known.
+    """
     try:
         stop = TimedStop(Clock(_SHARE_WITHOUT_PIPELINE * job.time_limit_s, job.stop))
         return make_plan(job.graph, job.cluster, job.options.base, stop=stop, start=start), None
     except StopRequestedError:
-        job.stop.check()
+        if not has_plan:
+            job.stop.check()
         return None, NothingFoundError("no plan was found within its share of the time limit")
     except UserError as error:
         return None, error
@@ -145,43 +182,44 @@ def _as_one_stage(job: PlanningJob, planned: Planned | None) -> Evaluation | Non
 
 def _plan_by_search(
     job: PlanningJob,
+    explorer: Explorer,
+    first_plans: tuple[Evaluation | None, Evaluation | None, Evaluation | None],
     unpipelined: Planned | None,
     error: UserError | None,
     clock: Clock,
     began: float,
-    first: Evaluation | None,
 ) -> PlanResult:
     """The best plan of the whole space.
 
     Args:
+        job: The planning job.
+        explorer: An explorer of the job.
+        first_plans: The best plan of the trials by Megatron's rule, the best one near it, and a plan of the user that is in the
+            space; None for those that do not exist.
         unpipelined: The plan without a pipeline, if there is one.
         error: Why there is no plan without a pipeline.
         clock: The time limit of the whole search.
         began: When planning began, in seconds of ``time.perf_counter``.
-        first: A plan of the user that is in the space; None if there is none.
     """
-    explorer = job.explorer()
     one_stage = _as_one_stage(job, unpipelined)
     stale = job.options.allow_stale
     notes: tuple[str, ...] = ()
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
-    # Phase 1: the plan without a pipeline, or that of the user, is the first incumbent.
-    best = one_stage
-    if first is not None and (best is None or _cost(job, first) < _cost(job, best)):
-        best = first
+    # Phase 1: the best one of the first plans is the first incumbent.
+    trial = first_plans[0]
+    first = [plan for plan in (one_stage, *first_plans) if plan is not None]
+    best = min(first, key=partial(_cost, job), default=None)
     if best is not None:
         job.report(_cost(job, best), _ideal_s(job), 0)
-    # Phase 2: an early incumbent, by Megatron's rule and by the most promising settings.
-    if job.options.base.objective == "step":
-        trial_clock = Clock(_SHARE_OF_TRIALS * job.time_limit_s, job.stop)
-        best = megatron_trials(job, math.inf if best is None else best.step_s, trial_clock) or best
+    # Phase 2: an early incumbent, by the most promising settings.
     settings = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
     search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.report)
-    best = search.find_incumbent(Clock(_SHARE_OF_INCUMBENT * job.time_limit_s, job.stop)) or best
+    is_good = best is not None and best is not trial
+    best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT, is_good) or best
     # Phase 3: the best plan of every family.
     rivals: list[Rival] = []
-    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer):
+    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, trial, clock):
         rivals.append(rival)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
@@ -262,7 +300,8 @@ def _considered(job: PlanningJob, explored: Explored, explorer: Explorer, unpipe
     num_unpipelined = 0 if unpipelined is None else len(unpipelined.candidates)
     return Considered(
         space=f"{devices} (bidirectional schedules: equal); {schedules} of up to {MAX_PASSES:,} passes, {sizes}, "
-        f"every cut, recomputation {recomputations}, exact SBP inside each stage{summa}, {tied}",
+        f"every cut, recomputation {recomputations}, exact SBP inside each stage (of whole samples where passes are halved)"
+        f"{summa}, {tied}",
         configurations=explored.num_configurations + num_unpipelined,
         settings=explored.num_settings + num_unpipelined,
         ruled_out_by_memory=explored.num_impossible,
@@ -311,7 +350,7 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         simulated=1,
         stage_searches=0,
     )
-    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer())
+    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer(), None, clock)
     return PlanResult(
         graph=job.graph,
         cluster=job.cluster,

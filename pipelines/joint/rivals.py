@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.stopping import StopRequestedError
+from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.search.planner import InfeasibleError, Planned
@@ -51,6 +51,10 @@ __all__ = [
 _SHARE_OF_FAMILIES = 0.1
 #: Share of the time limit for the planner of each paper.
 _SHARE_OF_PAPER = 0.02
+#: Seconds of processor time, at least, in which a family may find a plan if none is known, even if the time limit is shorter.
+_TIME_FOR_FIRST_S = 10.0
+#: Stands for the trials by Megatron's rule in :attr:`Family.contains`.
+_TRIALS = "trials"
 #: Largest number of plans of a paper's planner that are evaluated to find one that fits.
 _MAX_PAPER_PLANS = 16
 
@@ -68,7 +72,7 @@ class Family:
         policies: Allowed policies of the warm-up of 1F1B.
         stale: Whether the schedules are asynchronous.
         weight: Share of the time of all families, relative to the weights of the others.
-        contains: Title of an earlier family whose plans all belong to this family too; None if there is none.
+        contains: Title of an earlier family whose plans all belong to this family too, or :data:`_TRIALS`; None if there is none.
     """
 
     title: str
@@ -90,7 +94,7 @@ class Family:
 
 #: The families of pipelines that the joint plan is compared with, in the order of their rows.
 RIVAL_FAMILIES = (
-    Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",), weight=8),
+    Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",), weight=8, contains=_TRIALS),
     Family("1F1B", ("1f1b",)),
     Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple", contains="1F1B"),
     Family("Chimera", ("chimera",), paper="chimera", weight=3),
@@ -121,6 +125,8 @@ def plan_rivals(
     one_stage: Evaluation | None,
     error: UserError | None,
     explorer: Explorer,
+    trial: Evaluation | None,
+    clock: Clock,
 ) -> Iterator[tuple[Rival, Evaluation | None]]:
     """Plan the rivals one after the other: the plans without a pipeline, then the best plan of each family.
 
@@ -130,6 +136,8 @@ def plan_rivals(
         one_stage: The same plan as a pipeline of one stage.
         error: Why there is no plan without a pipeline.
         explorer: An explorer of the job, whose tables the searches of the families may share.
+        trial: The best plan of the trials by Megatron's rule (:mod:`.megatron_trials`); None if none fits.
+        clock: The time limit of the whole search.
 
     Yields:
         The row of the family, and its best plan (None if there is none).
@@ -142,22 +150,27 @@ def plan_rivals(
     yield _data_parallel(job)
     offered = [family for family in RIVAL_FAMILIES if not family.stale or job.options.allow_stale]
     time_per_weight_s = _SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
-    best = one_stage
-    found: dict[str | None, Evaluation | None] = {}
+    best = one_stage or trial
+    found: dict[str | None, Evaluation | None] = {None: None, _TRIALS: trial}
     for family in RIVAL_FAMILIES:
         if family not in offered:
             yield Rival(family.title, infeasible="asynchronous; offered with allow_stale=True"), None
             continue
-        # The first family, which most people use, gets a plan within any time limit; so do the others if no plan is known.
-        until_found = best is None or family is RIVAL_FAMILIES[0]
-        known = found.get(family.contains)
-        rival, plan = _pipeline(job, family, explorer, family.weight * time_per_weight_s, until_found, known)
+        deadline = Clock(min(family.weight * time_per_weight_s, clock.left_s), job.stop)
+        # As long as no plan is known, the time of the whole search may be used to find one.
+        patience = Clock(max(clock.left_s, _TIME_FOR_FIRST_S), job.stop) if best is None else None
+        rival, plan = _pipeline(job, family, explorer, deadline, patience, found[family.contains])
         best, found[family.title] = plan or best, plan
         yield rival, plan
 
 
 def _pipeline(
-    job: PlanningJob, family: Family, explorer: Explorer, time_s: float, until_found: bool, known: Evaluation | None
+    job: PlanningJob,
+    family: Family,
+    explorer: Explorer,
+    deadline: Deadline,
+    patience: Deadline | None,
+    known: Evaluation | None,
 ) -> tuple[Rival, Evaluation | None]:
     """The best plan of a family of pipelines: from the joint search within the family, or from the planner of its paper.
 
@@ -165,14 +178,15 @@ def _pipeline(
         job: The planning job.
         family: The family.
         explorer: An explorer whose tables the search may share.
-        time_s: Time limit of the search.
-        until_found: Whether to continue beyond the time limit until the first plan is found.
+        deadline: When to end the search.
+        patience: When to end it as long as it has found no plan; None for the deadline.
         known: A plan of the family that is known; None if there is none.
     """
     own = job.explorer(family.make_stages, explorer)
     settings = own.settings(job.options.base.micro_batch, family.stale, family.allows, family.uneven)
-    explored = explore(own, settings, deadline=Clock(time_s, job.stop), until_found=until_found)
     objective = job.options.base.objective
+    known_s = math.inf if known is None else known.cost(objective)
+    explored = explore(own, settings, known_s, deadline, patience=patience)
     best, note, paper_step_s = _better(explored.best, known, objective), "", None
     if family.paper is not None:
         clock = Clock(_SHARE_OF_PAPER * job.time_limit_s, job.stop)

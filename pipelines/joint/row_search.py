@@ -196,6 +196,7 @@ class RowSearch:
         """Return whether a state has a selection; if so, append its stages to ``selection``, the last one first."""
         if stage == self.cut_graph.num_stages:
             return True
+        self.check()
         self._num_visited += 1
         if self._num_visited > _MAX_DEPTH_FIRST:
             raise TooManyStatesError
@@ -236,7 +237,8 @@ class RowSearch:
                         total += len(members)
                 if total > 4 * _MAX_STATES:
                     raise TooManyStatesError
-            level = {key: States.merged(several) for key, several in parts.items()}
+            stop = self.cut_graph.explorer.stop
+            level = {key: States.merged(several, stop) for key, several in parts.items()}
             if sum(len(states.sums) for states in level.values()) > _MAX_STATES:
                 raise TooManyStatesError
         ends = [key for key in level if len(level[key].sums)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Stop
 from autoddl.search.fronts import undominated
 
 __all__ = ["Extensions", "FailedStates", "States", "groups_of"]
@@ -75,11 +76,15 @@ class States:
         return cls.of_one_source(sums[None], none, none, (0, -1))
 
     @classmethod
-    def merged(cls, parts: Sequence[States]) -> States:
-        """Return the states of all parts, which have one source each, without those that another state dominates."""
+    def merged(cls, parts: Sequence[States], stop: Stop | None = None) -> States:
+        """Return the states of all parts, which have one source each, without those that another state dominates.
+
+        Raises:
+            StopRequestedError: ``stop`` was requested.
+        """
         sums = np.concatenate([part.sums for part in parts])
         source = np.repeat(np.arange(len(parts)), [len(part.sums) for part in parts])
-        selected = undominated(np.zeros(len(sums), dtype=np.intp), sums - sums.min(axis=0, initial=0.0))
+        selected = undominated(np.zeros(len(sums), dtype=np.intp), sums - sums.min(axis=0, initial=0.0), stop)
         return cls(
             sums[selected],
             np.concatenate([part.origin for part in parts])[selected],

@@ -21,7 +21,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,16 +33,23 @@ from .bounds import balance_weights, bound_class, estimated_step_weights, least_
 from .configuration import recomputed_inside
 from .cut_graph import MEMORY_PRICES, Bound, CutGraph
 from .evaluation import Evaluation
-from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
+from .explorer import RELATIVE_TOLERANCE, Explorer, Setting, setting_of
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
-from .space import SOME_BLOCKS, ways_of_units
+from .space import MAX_PASSES, SOME_BLOCKS, ways_of_units
 from .stage_cost import COMPONENTS, Replicas
 
-__all__ = ["Explored", "Search", "explore"]
+__all__ = ["Explored", "Search", "explore", "improve_near"]
 
 #: Seconds of processor time of the first, second, ... attempt at one setting.
 _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
+#: An attempt looks at its time slice between its steps, so that what it knows by then is kept.  A step that takes longer is ended
+#: this many seconds after the slice.
+_LONGEST_STEP_S = 1.0
+#: Seconds of processor time of the search of one setting near a known plan.
+_NEAR_S = 2.0
+#: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
+_MAX_EARLY_ATTEMPTS = 3
 #: A setting is attempted early if its estimated step is below this multiple of the incumbent.
 _PROMISING = 1.05
 #: Number of consecutive early attempts without a better plan that ends the early attempts.
@@ -51,6 +58,8 @@ _MAX_FAILED_ATTEMPTS = 20
 _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 #: Number of settings whose schedules are simulated between two early attempts.
 _SIMULATIONS_PER_ATTEMPT = 6
+#: Shares of the time for early attempts if a plan is known: as long as none has found a better plan, and afterwards.
+_SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.25
 #: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
 _ROUNDING = 1 - 1e-9
 
@@ -66,6 +75,8 @@ class _OpenSetting:
         has_memory_bound: Whether the bound includes the memory limit (:func:`_bound_with_memory`).
         has_level_bound: Whether the bound includes the loads of workers with several stages (:func:`_bound_by_loads`).
         num_attempts: Number of attempts so far.
+        estimate_s: Estimate of the step of a good plan; 0 if there is none.
+        num_estimates: Precision of the estimate: from the first bound (0), with memory (1), by simulation (2).
     """
 
     bound_s: float
@@ -74,6 +85,8 @@ class _OpenSetting:
     has_memory_bound: bool = field(default=False, compare=False)
     has_level_bound: bool = field(default=False, compare=False)
     num_attempts: int = field(default=0, compare=False)
+    estimate_s: float = field(default=0.0, compare=False)
+    num_estimates: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -107,7 +120,7 @@ def explore(
     known_s: float = math.inf,
     deadline: Deadline | None = None,
     report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
-    until_found: bool = False,
+    patience: Deadline | None = None,
 ) -> Explored:
     """Search settings for the best configuration that costs less than ``known_s``.
 
@@ -118,9 +131,9 @@ def explore(
         deadline: When to end the search with the best plan so far.  Its stop should be the explorer's, so that a stop also ends
             the step that is being computed.
         report: Called with the incumbent's cost, the least open bound and the number of simulated plans.
-        until_found: Whether to continue beyond the deadline until the first plan is found.
+        patience: When to end the search as long as it has found no plan; None for the deadline.
     """
-    search = Search(explorer, settings, known_s, report, until_found)
+    search = Search(explorer, settings, known_s, report, patience)
     return search.resume(known_s, deadline or Deadline())
 
 
@@ -133,10 +146,10 @@ class Search:
         settings: Iterable[Setting],
         known_s: float = math.inf,
         report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
-        until_found: bool = False,
+        patience: Deadline | None = None,
     ):
         self.explorer, self.best_s = explorer, known_s
-        self.report, self.until_found = report, until_found
+        self.report, self.patience = report, patience
         self.deadline = Deadline()
         self.result = Explored()
         self.open: list[_OpenSetting] = []
@@ -148,18 +161,30 @@ class Search:
         self._deferred: list[_OpenSetting] = []
         #: Whether every setting has a first bound.
         self.is_bounded = False
+        self._share_of_early_attempts = _SHARE_OF_EARLY_ATTEMPTS
         #: The setting of the incumbent.
         self._best_setting: _OpenSetting | None = None
 
-    def find_incumbent(self, deadline: Deadline) -> Evaluation | None:
-        """Attempt the most promising settings until the deadline; return the best plan, or None if none is better than
-        ``known_s``."""
+    def find_incumbent(self, deadline: Deadline, share: float, is_good: bool = False) -> Evaluation | None:
+        """Bound all settings, and attempt the most promising ones.
+
+        Args:
+            deadline: When to end.
+            share: Share of the deadline's time limit for the attempts.
+            is_good: Whether the plan that is known comes from a search, so that a better one is not worth as much time.
+
+        Returns:
+            The best plan; None if none is better than ``known_s``.
+        """
         self.deadline = deadline
         try:
-            self.bound_all()
-            self.attempt_promising()
+            with self.explorer.stop.until(self.patience or deadline):
+                self.bound_all()
+                self.attempt_promising(_time_slice(deadline, share * deadline.limit_s))
         except StopRequestedError:
             pass
+        if is_good or self.result.best is not None:
+            self._share_of_early_attempts = _SHARE_OF_FURTHER_ATTEMPTS
         return self.result.best
 
     def resume(self, known_s: float, deadline: Deadline) -> Explored:
@@ -171,9 +196,11 @@ class Search:
         """
         self.best_s, self.deadline = min(self.best_s, known_s), deadline
         try:
-            self.bound_all()
-            self.attempt_promising()
-            self.prove()
+            with self.explorer.stop.until(self.patience or deadline):
+                self.bound_all()
+                share = self._share_of_early_attempts if math.isfinite(self.best_s) else 1.0
+                self.attempt_promising(_time_slice(self._end, share * self._end.left_s))
+                self.prove()
         except StopRequestedError:
             self.result.is_finished = False
         self.result.lower_bound_s = self.lower_bound_s
@@ -193,12 +220,13 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether the search must end: the deadline is over, and it need not continue until the first plan."""
-        return self.deadline.is_over and not self._ignores_deadline
+        """Whether the search must end."""
+        return self._end.is_over
 
     @property
-    def _ignores_deadline(self) -> bool:
-        return self.until_found and self.result.best is None and not self.deadline.stop.is_requested
+    def _end(self) -> Deadline:
+        """When the search ends, as far as is known by now."""
+        return self.deadline if self.patience is None or self.result.best is not None else self.patience
 
     def bound_all(self) -> None:
         """Give every setting its first bound, continuing after the last setting that has one.
@@ -235,37 +263,44 @@ class Search:
             self._first_bounds[key] = _bound_by_balance(self.explorer, setting) * _ROUNDING
         return self._first_bounds[key]
 
-    def attempt_promising(self) -> None:
+    def attempt_promising(self, deadline: Deadline) -> None:
         """Attempt the settings with the smallest estimated steps, until no estimate is near the incumbent or better.
 
         Each setting of equal workers passes three estimates of increasing precision: from its first bound, with memory, and by
         simulating its schedule.  The first ones are rough.  So the best of a few simulated settings is attempted before more of
         them are simulated.
+
+        Args:
+            deadline: When to end; the search may go on.
         """
-        equal = [entry for entry in self.open if isinstance(entry.setting.mesh, StageMesh) and not entry.num_attempts]
-        queue = [(_estimate(entry), entry.number, False, entry) for entry in equal]
-        heapq.heapify(queue)
+        # Estimates of an earlier call are kept.
+        queue: list[tuple[float, int, _OpenSetting]] = []
         simulated: list[tuple[float, int, _OpenSetting]] = []
+        for entry in self.open:
+            if isinstance(entry.setting.mesh, StageMesh) and not entry.num_attempts:
+                entry.estimate_s = entry.estimate_s or _estimate(entry)
+                (simulated if entry.num_estimates == 2 else queue).append((entry.estimate_s, entry.number, entry))
+        heapq.heapify(queue)
+        heapq.heapify(simulated)
         num_failed = 0
-        while not self.is_over and num_failed < _MAX_FAILED_ATTEMPTS:
+        while not deadline.is_over and num_failed < _MAX_FAILED_ATTEMPTS:
             # Refine the smallest estimates until a few more settings are simulated.
             num_new = 0
             while (
                 queue
                 and queue[0][0] < _PROMISING * self.best_s
                 and num_new < _SIMULATIONS_PER_ATTEMPT
-                and not self.is_over
+                and not deadline.is_over
             ):
-                estimate_s, number, has_memory, entry = heapq.heappop(queue)
+                _, number, entry = heapq.heappop(queue)
                 if entry.bound_s >= self.limit_s:
                     continue
-                if has_memory:
-                    estimate_s = max(estimate_s, _estimate_by_simulation(self.explorer, entry.setting, estimate_s))
-                    heapq.heappush(simulated, (estimate_s, number, entry))
-                    num_new += 1
-                else:
-                    estimate_s = max(estimate_s, _estimate_with_memory(self.explorer, entry.setting, estimate_s))
-                    heapq.heappush(queue, (estimate_s, number, True, entry))
+                refine = _estimate_by_simulation if entry.num_estimates else _estimate_with_memory
+                entry.estimate_s = max(entry.estimate_s, refine(self.explorer, entry.setting, entry.estimate_s))
+                entry.num_estimates += 1
+                is_simulated = entry.num_estimates == 2
+                heapq.heappush(simulated if is_simulated else queue, (entry.estimate_s, number, entry))
+                num_new += is_simulated
             if not simulated or simulated[0][0] >= _PROMISING * self.best_s:
                 if num_new:
                     continue
@@ -285,6 +320,7 @@ class Search:
         while (
             self._best_setting is not None
             and self.best_s < before
+            and self._best_setting.num_attempts < _MAX_EARLY_ATTEMPTS
             and self._best_setting.bound_s < self.limit_s
             and not self.is_over
         ):
@@ -333,23 +369,70 @@ class Search:
         """Search one setting for a better plan within its time slice; raise its bound."""
         self.result.attempted.add(entry.setting)
         time_s = _ATTEMPTS_S[min(entry.num_attempts, len(_ATTEMPTS_S) - 1)]
-        if self._ignores_deadline:
-            deadline = Deadline(time_s, self.deadline.stop, time.process_time)
-        else:
-            deadline = _time_slice(self.deadline, time_s)
+        deadline = _time_slice(self._end, time_s)
         is_quick = not entry.num_attempts and self._num_cuts(entry.setting) > _MAX_CUTS_OF_FULL_ATTEMPT
         setting_search = SettingSearch(self.explorer, entry.setting, self.best_s, deadline, is_quick)
         entry.num_attempts += 1
         try:
-            setting_search.run()
+            with self.explorer.stop.until(_time_slice(self._end, time_s + _LONGEST_STEP_S)):
+                setting_search.run()
         except UnsettledError:
             pass
+        except StopRequestedError:
+            self.explorer.stop.check()  # raises if more than this attempt has to end
         finally:
             self.result.num_simulated += setting_search.simulated
             if setting_search.best is not None:
                 self.result.best, self.best_s = setting_search.best, setting_search.best_s
                 self._best_setting = entry
             entry.bound_s = max(entry.bound_s, setting_search.bound_s * _ROUNDING)
+
+
+def improve_near(
+    explorer: Explorer,
+    plan: Evaluation,
+    is_micro_batch_free: bool,
+    deadline: Deadline,
+    report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
+) -> Evaluation:
+    """Return the best plan that is found in the setting of a good plan; else the plan itself.
+
+    After a better plan the search goes on to the settings with half and twice its micro-batch.
+
+    Args:
+        explorer: The tables and prices of the model on the cluster.
+        plan: A plan with a synchronous schedule.
+        is_micro_batch_free: Whether the plan may have another micro-batch.
+        deadline: When to end the search with the best plan so far.
+        report: As in :func:`explore`.
+    """
+    batch = explorer.workload.batch
+    best, first = plan, setting_of(plan.configuration)
+    queue, seen = [first], {first}
+    while queue and not deadline.is_over:
+        setting = queue.pop(0)
+        part = _time_slice(deadline, _NEAR_S)
+        known_s = best.cost(explorer.pricing.objective)
+        found: Evaluation | None = None
+        if explorer.memory_demand(setting.schedule) is not None:
+            search = SettingSearch(explorer, setting, known_s, part)
+            try:
+                with explorer.stop.until(part):
+                    search.run()
+            except (UnsettledError, StopRequestedError):
+                pass
+            found = search.best
+        if found is not None:
+            best = found
+            report(search.best_s, 0.0, search.simulated)
+            for size in (setting.micro_batch // 2, 2 * setting.micro_batch) if is_micro_batch_free else ():
+                if size and batch % size == 0:
+                    schedule = replace(setting.schedule, num_micro_batches=batch // size)
+                    near = Setting(setting.mesh, schedule, size)
+                    if near not in seen and schedule.num_stages * schedule.num_micro_batches <= MAX_PASSES:
+                        queue.append(near)
+                        seen.add(near)
+    return best
 
 
 def _time_slice(deadline: Deadline, seconds: float) -> Deadline:

@@ -54,7 +54,7 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.strategy import Strategy
 
 from ..stepgraph import StepGraph
-from .bounds import balance_weights, worker_loads
+from .bounds import balance_weights, worker_loads, worker_paths
 from .cut_graph import Bound, CutGraph, TooManyError
 from .cut_program import TOLERANCE, CutProgram
 from .cut_regions import Cut, Region, bottleneck_cut, cheapest_cut, cut_at
@@ -77,6 +77,8 @@ _MAX_RUNS_OF_EVEN_CUT = 4
 #: The bound of a region is not raised further if its distance from the step of the best fractional cut is less than this part of
 #: the distance from there to the threshold: it would stay below the threshold.
 _CLOSE = 0.1
+#: The same part in a quick search, which leaves the rest to a later one.
+_CLOSE_IF_QUICK = 0.4
 #: A quick search tries cuts only if the step of the best fractional cut is below this part of the threshold.
 _PROMISING = 0.97
 #: Largest number of paths in the linear program.
@@ -228,11 +230,12 @@ class SettingSearch:
     def _initialise(self) -> bool:
         """Add the first paths and columns; return whether every unit can be run.
 
-        The paths are the balance bound and the workers' loads.  The columns are the cheapest ways to run units at several prices of
-        memory, the last of which counts memory alone.
+        The paths are the balance bound and the workers' loads, with fill and drain if the schedule is synchronous.  The columns
+        are the cheapest ways to run units at several prices of memory, the last of which counts memory alone.
         """
         balanced = balance_weights(self.setting.schedule, self.setting.widths)
-        for path in (balanced, *worker_loads(self.setting.schedule)):
+        spec = self.setting.schedule
+        for path in (balanced, *(worker_paths(spec) if spec.synchronous else worker_loads(spec))):
             self._add_path(path, is_from_schedule=True)
         weights = np.maximum(balanced, 1e-3)
         prices = self.cut_graph.price_grid(weights, self._approximate_step_s())
@@ -313,9 +316,9 @@ class SettingSearch:
         # The best fractional cut so far: its step, and its times.
         center_s, center = math.inf, self._even_times
         for _ in range(max_rounds):
-            self.explorer.stop.check()
             if best is not None and self.deadline.is_over:
-                break
+                break  # the bound so far holds
+            self.explorer.stop.check()
             # Solve the linear program.  Its dual values give a bound over the cuts of the region.
             try:
                 relaxed = relaxation.solve(region.ranges)
@@ -347,7 +350,8 @@ class SettingSearch:
                 is_new |= self._add_path(path)
                 if step < center_s:
                     center_s, center = step, times
-            if not is_new or center_s - best.least_s < _CLOSE * (self.threshold - center_s):
+            close = _CLOSE_IF_QUICK if self.is_quick else _CLOSE
+            if not is_new or center_s - best.least_s < close * (self.threshold - center_s):
                 break
         assert best is not None
         return replace(best, fractional_s=center_s)

@@ -296,7 +296,7 @@ class StageTables:
         is_divided = np.array(
             [
                 not s.summa
-                and s.p0 > 1
+                and s.copies > 1
                 and zero_of(first, max(s.zero, floor), stage.graph.place(first.name, "none")) > 0
                 for s in variable.options
             ]
@@ -328,5 +328,5 @@ class StageTables:
 
 def gradient_bytes(layer: Layer, strategies: Iterable[Strategy], workload: Workload) -> np.ndarray:
     """Return the bytes of a layer's gradients on one device for each strategy; shape (strategies,)."""
-    parts = np.array([s.num_devices if s.summa else s.p1 * s.p2 for s in strategies], dtype=float)
+    parts = np.array([s.num_devices if s.summa else s.p1 * s.p2 * s.expert_parts for s in strategies], dtype=float)
     return np.asarray(layer.num_parameters / parts * workload.gradient_itemsize)

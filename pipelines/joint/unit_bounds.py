@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.strategy import fitting
 from autoddl.search.fronts import undominated
 
 from .partition import ENTRY, Chain
@@ -38,6 +39,8 @@ class _Options:
     Attributes:
         fixed, slope: Shape (components, options).
         sample_slices: Number of slices into which each option divides the samples (p0), shape (options,).
+        ranks_per_sample: :attr:`.Strategy.ranks_per_sample` of each option, shape (options,).
+        positions: :attr:`.OptionSet.positions` of each option, shape (options,).
         first_of_layer: Index of the first option of each layer.
         first_of_kind: Index of the first layer of each kind of unit.
     """
@@ -45,6 +48,8 @@ class _Options:
     fixed: np.ndarray
     slope: np.ndarray
     sample_slices: np.ndarray
+    ranks_per_sample: np.ndarray
+    positions: np.ndarray
     first_of_layer: np.ndarray
     first_of_kind: np.ndarray
 
@@ -56,7 +61,11 @@ class _Options:
         """Return the undominated options that divide ``part`` samples of a micro-batch; None if some layer has no such option."""
         vectors = np.maximum(self.fixed + micro_batch * self.slope, 0.0)
         layer = np.repeat(np.arange(self.num_layers), np.diff(np.append(self.first_of_layer, vectors.shape[1])))
-        usable = np.flatnonzero((part % self.sample_slices == 0) & np.isfinite(vectors).all(axis=0))
+        if part == micro_batch:
+            fits = fitting(part, self.sample_slices, self.ranks_per_sample, self.positions)
+        else:
+            fits = (part % self.sample_slices == 0) & (self.ranks_per_sample == 1)
+        usable = np.flatnonzero(fits & np.isfinite(vectors).all(axis=0))
         selected = usable[undominated(layer[usable], vectors[:, usable].T)]
         sizes = np.bincount(layer[selected], minlength=self.num_layers)
         if not sizes.all():
@@ -112,7 +121,7 @@ class UnitBounds:
     def _collect_options(self, recompute: str, replicas: Replicas) -> _Options:
         fixed: list[np.ndarray] = []
         slope: list[np.ndarray] = []
-        slices: list[np.ndarray] = []
+        slices: list[np.ndarray] = []  # p0, ranks that share a sample, positions
         first_of_kind: list[int] = []
         for unit in self._first_units:
             book = self.tables.book(unit, unit + 1, recompute, replicas.runs_whole_passes)
@@ -131,14 +140,15 @@ class UnitBounds:
                 # A stage recomputes one of its blocks at a time, so that the units of a stage do not add up their activations.
                 fixed.append(np.stack([each.forward[0], each.backward[0], once, each.state, none, none]))
                 slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept, none]))
-                slices.append(each.option_set.p0)
+                of_set = each.option_set
+                slices.append(np.stack([of_set.p0, of_set.ranks_per_sample, np.full(len(of_set.p0), of_set.positions)]))
         # Drop options that another option of the layer with as many slices dominates in both parts: it does so for every
         # micro-batch size.  Options with negative or infinite coefficients are not compared.
-        layer, num_slices = np.repeat(np.arange(len(slices)), [len(one) for one in slices]), np.concatenate(slices)
+        layer, num_slices = np.repeat(np.arange(len(slices)), [one.shape[1] for one in slices]), np.hstack(slices)
         both = np.concatenate([np.concatenate(fixed, axis=1), np.concatenate(slope, axis=1)])
         comparable = np.flatnonzero(np.isfinite(both).all(axis=0) & (both >= 0).all(axis=0))
         others = np.setdiff1d(np.arange(len(layer)), comparable)
-        group = np.unique(np.column_stack([layer, num_slices]), axis=0, return_inverse=True)[1].ravel()
+        group = np.unique(np.column_stack([layer, num_slices.T]), axis=0, return_inverse=True)[1].ravel()
         best = comparable[undominated(group[comparable], both[:, comparable].T)]
         selected = np.sort(np.concatenate([best, others]))
         num = len(COMPONENTS)
@@ -146,7 +156,9 @@ class UnitBounds:
         return _Options(
             fixed=both[:num, selected],
             slope=both[num:, selected],
-            sample_slices=num_slices[selected],
+            sample_slices=num_slices[0, selected],
+            ranks_per_sample=num_slices[1, selected],
+            positions=num_slices[2, selected],
             first_of_layer=np.cumsum(sizes) - sizes,
             first_of_kind=np.array(first_of_kind),
         )

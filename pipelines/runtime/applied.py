@@ -223,7 +223,7 @@ class AppliedModule(flow.nn.Module):
             )
         samples = len(arrays[0])
         for ready in self._stage.layers:
-            if samples % ready.strategy.p0:
+            if not ready.strategy.fits(ready.layer, samples):
                 raise UserError(
                     f"{ready.layer.describe()}: {samples} samples do not divide into the {ready.strategy.p0} parts of "
                     f"strategy {ready.strategy}"

@@ -15,6 +15,7 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.nearest import divisors
 
 from .backend import HOST
 from .load import load_oneflow
@@ -36,7 +37,8 @@ def check_same_function(
 ) -> None:
     """Compare an applied module with the user's module on the first samples of a batch. All ranks must call.
 
-    The number of samples is the smallest that all layers can divide. Gradients and training modes are restored afterwards.
+    The number of samples is the smallest that all layers can divide without sharing samples, if there is one. Gradients and
+    training modes are restored afterwards.
 
     Args:
         applied: The applied module.
@@ -49,7 +51,10 @@ def check_same_function(
         UserError: The modules differ on a rank. It is raised on every rank, and names the first difference.
     """
     stage = weights.stage
-    num = lcm(*(ready.strategy.p0 for ready in stage.layers))
+    # If ranks share samples in attention, its strategy fits a single number of samples.
+    most = lcm(*(ready.strategy.p0 for ready in stage.layers))
+    fitting = (n for n in divisors(most) if all(ready.strategy.fits(ready.layer, n) for ready in stage.layers))
+    num = max(fitting, default=most)
     samples = [HOST.tensor(x[:num]) if isinstance(x, np.ndarray) else x[:num] for x in batch]
     parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
     before = [(tensor, tensor.grad) for tensor in (*parameters.values(), *applied.parameters())]

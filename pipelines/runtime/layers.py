@@ -16,6 +16,7 @@ from . import facts
 from .attending import attend
 from .dropouts import apply_dropout, bind_dropout, dropout_of
 from .kinds.registry import layer_program, registered_functions
+from .latent import attend_latent
 from .load import load_oneflow
 from .losses import cross_entropy, mean_error
 from .norms import normalise
@@ -35,6 +36,7 @@ from .operations import (
     summa_product,
     tanh_gelu,
 )
+from .routing import collect, dispatch, expert_products, gate_tokens, route
 from .setting import Batch, LayerSetting
 from .shards import gather_weights, lean_product
 from .statements import Call, Fact, Name, Statement
@@ -57,13 +59,18 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         for function in (
             apply_dropout,
             attend,
+            attend_latent,
             bind_dropout,
+            collect,
             concat_grouped,
             concat_heads,
             convolve,
             cross_entropy,
             data,
+            dispatch,
             elu,
+            expert_products,
+            gate_tokens,
             gather_weights,
             lean_product,
             lookup,
@@ -72,6 +79,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             normalise,
             positions,
             quick_gelu,
+            route,
             run_module,
             split_gate,
             summa_product,
@@ -88,9 +96,8 @@ def build_body(setting: LayerSetting) -> Body:
         UserError: The layer or its module cannot be run under its strategy. The message names the layer.
     """
     layer = setting.layer
-    program = layer_program(
-        setting.graph, layer, setting.strategy, setting.recompute, setting.attention, setting.is_in_block
-    )
+    options = setting.recompute, setting.attention, setting.is_in_block, setting.is_mirrored
+    program = layer_program(setting.graph, layer, setting.strategy, *options)
     try:
         for check in program.checks:
             _read_fact(check, setting)

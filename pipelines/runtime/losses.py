@@ -39,7 +39,9 @@ Tensor = Any
 IGNORED = -100
 
 
-def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ranks) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_mirrored: bool = False
+) -> Tensor:
     """Return the mean cross entropy over all targets of the micro-batch.
 
     Args:
@@ -47,9 +49,13 @@ def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ra
         targets: Targets of all ranks: indices of the whole vocabulary, or `IGNORED`.
         layout: Distribution of the logits.
         ranks: The ranks.
+        rows: Targets per sample.
+        is_mirrored: Whether rows are in mirrored order.
     """
     axes, sample_axes = layout.axes(1), layout.axes(0)
-    own = np.ascontiguousarray(layout.samples(targets, ranks.rank).reshape(-1))
+    own = np.ascontiguousarray(
+        layout.part_of_rows(targets.reshape(-1, rows), ranks.rank, rows, is_mirrored).reshape(-1)
+    )
     logits = logits.reshape(len(own), -1)
     wide = ranks.backend.master
     width, count = logits.shape[1], max(int((targets != IGNORED).sum()), 1)

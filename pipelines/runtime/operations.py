@@ -45,7 +45,9 @@ __all__ = [
 Tensor = Any
 
 
-def data(array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered: bool = False) -> Tensor:
+def data(
+    array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered: bool = False, is_mirrored: bool = False
+) -> Tensor:
     """Return this rank's part of an input of the model: (samples, rows, features).
 
     Args:
@@ -54,8 +56,9 @@ def data(array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered
         ranks: The ranks.
         rows: Rows per sample.
         is_gathered: Whether to return the features that an all-gather over p1 would return, not only the rank's block.
+        is_mirrored: Whether rows are in mirrored order.
     """
-    own = layout.samples(array, ranks.rank).reshape(-1, rows, array.size // len(array) // rows)
+    own = layout.part_of_rows(array, ranks.rank, rows, is_mirrored)
     columns = _data_columns(layout, own.shape[-1], is_gathered, ranks.rank)
     return ranks.backend.activation(np.ascontiguousarray(own[..., columns]))
 
@@ -122,7 +125,15 @@ def summa_product(
     return _Function.apply("summa", forward, backward, *([] if is_first else [x]), weight)
 
 
-def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, vocabulary: int, rows: int) -> Tensor:
+def lookup(
+    tokens: np.ndarray,
+    table: Tensor,
+    layout: Layout,
+    ranks: Ranks,
+    vocabulary: int,
+    rows: int,
+    is_mirrored: bool = False,
+) -> Tensor:
     """Return the rows of an embedding table for this rank's tokens; zeros for rows that other ranks hold.
 
     Args:
@@ -132,11 +143,12 @@ def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, voca
         ranks: The ranks.
         vocabulary: Number of rows of the whole table.
         rows: Tokens per sample.
+        is_mirrored: Whether rows are in mirrored order.
 
     Raises:
         UserError: A token is not a row of the table.
     """
-    own = layout.samples(tokens, ranks.rank).reshape(-1, rows)
+    own = layout.part_of_rows(tokens, ranks.rank, rows, is_mirrored)[:, :, 0]
     if own.size and not 0 <= own.min() <= own.max() < vocabulary:
         wrong = own.min() if own.min() < 0 else own.max()
         raise UserError(f"token {wrong} should be from 0 to {vocabulary - 1}")
@@ -159,11 +171,26 @@ def _token_places(layout: Layout, vocabulary: int, rank: int) -> np.ndarray:
 # ---- On the canonical layout -----------------------------------------------------------------------------------------------
 
 
-def positions(table: Tensor, num_samples: int, layout: Layout, rows: int) -> Tensor:
-    """Return the first ``rows`` rows of the position table, repeated for each of this rank's samples."""
-    table = table.reshape(-1, table.shape[-1])[:rows].unsqueeze(0)
-    own = num_samples // prod(axis.size for axis in layout.axes(0))
-    return table.expand(own, rows, table.shape[2])
+def positions(
+    table: Tensor, num_samples: int, layout: Layout, ranks: Ranks, rows: int, is_mirrored: bool = False
+) -> Tensor:
+    """Return the rows of the position table for this rank's positions, repeated for each of its samples.
+
+    Args:
+        table: This rank's part of the table.
+        num_samples: Samples of all ranks.
+        layout: Distribution of the samples and features.
+        ranks: The ranks.
+        rows: Positions per sample.
+        is_mirrored: Whether rows are in mirrored order.
+    """
+    table = table.reshape(-1, table.shape[-1])[:rows]
+    parts = prod(axis.size for axis in layout.axes(0))
+    own = np.arange(rows)[None, :, None].repeat(num_samples, axis=0)
+    if is_mirrored or parts > num_samples:
+        order = layout.part_of_rows(own, ranks.rank, rows, is_mirrored)[0, :, 0]
+        table = functional.embedding(ranks.backend.tensor(order), table)
+    return table.unsqueeze(0).expand(max(num_samples // parts, 1), *table.shape)
 
 
 def concat_heads(parts: Sequence[Tensor], groups: int) -> Tensor:

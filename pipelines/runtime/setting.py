@@ -46,6 +46,7 @@ class LayerSetting:
         recompute: Whether only the evenly split input is kept for the backward pass.
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
         is_in_block: Whether the backward pass runs the whole block of the layer again.
+        is_mirrored: Whether the positions of all samples of the model are in mirrored order.
     """
 
     graph: LayerGraph
@@ -56,6 +57,7 @@ class LayerSetting:
     recompute: bool
     attention: str
     is_in_block: bool = False
+    is_mirrored: bool = False
 
     @property
     def num_parts(self) -> int:

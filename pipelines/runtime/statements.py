@@ -173,6 +173,7 @@ class LayerContext:
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
         is_rerun: Whether the backward pass runs the layer again, alone (``recompute``) or with its block.
         shapes: Shapes of the layer's stored parameters, as far as a rank computes with them; empty unless shards are gathered.
+        is_mirrored: Whether the positions of all samples of the model are in mirrored order (:mod:`sequences`).
     """
 
     graph: LayerGraph
@@ -182,6 +183,12 @@ class LayerContext:
     attention: str
     is_rerun: bool
     shapes: tuple[tuple[int, ...], ...]
+    is_mirrored: bool
+
+    @property
+    def order(self) -> Mapping[str, Any]:
+        """The option ``is_mirrored`` of calls, if it is not the default."""
+        return {"is_mirrored": True} if self.is_mirrored else {}
 
     @property
     def layout(self) -> Layout:
@@ -204,7 +211,7 @@ class LayerContext:
     @property
     def shards(self) -> tuple[Axis, ...]:
         """The mesh axes that divide the layer's weights of two or more dimensions, which each pass gathers."""
-        return shard_axes(self.layout.axes(0), self.strategy.hybrid)[0] if self.strategy.zero == 3 else ()
+        return shard_axes(self.layout.copies, self.strategy.hybrid)[0] if self.strategy.zero == 3 else ()
 
     def gathering(self, weights: Sequence[str]) -> list[Call]:
         """Return the statement that gathers weights of two or more dimensions, the first ones of the layer, if they are divided."""
@@ -220,7 +227,7 @@ class LayerContext:
         """Return the statement that loads the model's input if the layer has no producers, else no statement."""
         if self.producers:
             return []
-        options = {"rows": rows, **({"is_gathered": True} if is_gathered else {})}
+        options = {"rows": rows, **({"is_gathered": True} if is_gathered else {}), **self.order}
         return [Call("data", (DATA, self.layout, RANKS), options)]
 
     def recomputable(self, tensors: Sequence[str], body: Sequence[Call]) -> list[Statement]:

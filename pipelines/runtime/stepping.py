@@ -18,7 +18,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
 from .backend import Backend
-from .comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from .comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, shift
 from .comm.mesh import RankAxis
 from .load import load_oneflow
 
@@ -83,6 +83,10 @@ class Ranks:
     def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
         """S(concat_dim) -> S(split_dim): each rank sends (p - 1) / p of the tensor."""
         return all_to_all(self._before_collective(x, "all-to-all", axis), self.axis(axis), split_dim, concat_dim)
+
+    def shift(self, x: Tensor, axis: Axis) -> Tensor:
+        """Send a tensor to the next rank along a ring, and return that of the previous one; without autograd."""
+        return shift(self._before_collective(x, "shift", axis), self.axis(axis))
 
     def _before_collective(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
         """Return ``x``; called before a collective on ``factor`` times the bytes of ``x``. `Stepper` logs the step here."""

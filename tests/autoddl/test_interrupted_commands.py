@@ -251,7 +251,7 @@ def test_a_scheduler_that_ends_the_command_gets_the_plan(tmp_path, record_proper
     ("place", "arguments"),
     [
         (("autoddl.search.planner:baseline_figures", 1), ["plan", *GPT, "-o", "plan.json"]),
-        (("autoddl.search.planner:baseline_figures", 1), ["plan", *GPT, "--pipeline", "auto", "-o", "plan.json"]),
+        (("autoddl.pipelines.joint.planner:_trial", 1), ["plan", *GPT, "--pipeline", "auto", "-o", "plan.json"]),
         (("autoddl.pipelines.joint.planner:paper_plan", 1), ["plan", *GPT, "--pipeline", "chimera", "-o", "plan.json"]),
         (("autoddl.search.planner:baseline_figures", 1), ["compare", *GPT]),
         (

@@ -240,6 +240,13 @@ def test_every_graph_is_consistent(name):
     for layer in graph.layers:
         inputs = [graph[source] for source in graph.inputs(layer.name)]
         assert inputs or layer.kind in ("embedding", "position") or layer is graph.layers[0]
+        if layer.kind in (
+            "experts",
+            "latent_attention",
+            "token_gate",
+        ):  # they read several tensors of different meaning
+            assert sum(source.output_elements for source in inputs) == layer.input_elements
+            continue
         for source in inputs:
             assert source.output_elements == layer.input_elements
         if layer.kind == "linear":

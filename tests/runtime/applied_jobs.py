@@ -71,6 +71,11 @@ def module_of(model: str, sizes: Any, seed: int = 1) -> Any:
         return models.initialize(Pictures(*sizes), seed)
     if model == "mlp":
         return models.initialize(models.MLP(sizes), seed)
+    if model == "moe":
+        from autoddl.zoo.builtin import BuiltIn
+        from autoddl.zoo.modules import build_module
+
+        return models.initialize(build_module(BuiltIn(model, sizes)), seed)
     common = {"inner": sizes.mlp_width, "tied": sizes.tied}
     shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary)
     if model == "gpt":

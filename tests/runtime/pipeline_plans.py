@@ -31,8 +31,12 @@ def pipelined(
     recompute: Sequence[str] = (),
     seed: int = 1,
     choices: Choices = PLAIN,
+    shares: bool = False,
 ) -> PlanFile:
-    """A plan of stages of so many units; a random strategy for every role of a block, another one in the next stage."""
+    """A plan of stages of so many units; a random strategy for every role of a block, another one in the next stage.
+
+    With ``shares``, ranks may share samples, and do so in attention.
+    """
     graph = model if isinstance(model, LayerGraph) else model.graph()
     rng = random.Random(seed)
     cluster = load_cluster("dgx-a100").resized(*shape)
@@ -51,7 +55,11 @@ def pipelined(
             else:
                 place = graph_of_stage.place(layer.name, "none")
                 options = enumerate_strategies(layer, sizes, choices=choices, place=place)
-            options = [strategy for strategy in options if micro_batch // 2 % strategy.p0 == 0]
+            if shares:
+                options = [strategy for strategy in options if strategy.fits(layer, micro_batch)]
+                options = [strategy for strategy in options if strategy.positions] or options
+            else:
+                options = [s for s in options if micro_batch // 2 % s.p0 == 0 and not s.positions]
             if choices != PLAIN and layer.parameters:
                 options = [strategy for strategy in options if strategy.zero or strategy.regathers] or options
             role = (layer.block, layer.role) if layer.block else layer.name

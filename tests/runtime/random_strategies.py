@@ -18,8 +18,9 @@ def random_strategies(
     summa: bool = False,
     role_of: Callable[[Layer], Hashable] = lambda layer: layer.name,
     choices: Choices = PLAIN,
+    samples: int = 8,
 ) -> dict[str, Strategy]:
-    """One that divides it for every layer, and 8 samples; layers of one role have the same, shared weights are transposed.
+    """One that divides it for every layer, and the samples; layers of one role have the same, shared weights are transposed.
 
     Where parameters may be divided, most samples are, so that there is something to divide.
     """
@@ -34,7 +35,7 @@ def random_strategies(
         options = [
             strategy
             for strategy in enumerate_strategies(layer, level_sizes, summa, choices, graph.place(layer.name, "none"))
-            if 8 % strategy.p0 == 0 and all(transposed(strategy).divides(user) for user in users)
+            if strategy.fits(layer, samples) and all(transposed(strategy).divides(user) for user in users)
         ]
         if choices != PLAIN and layer.parameters:
             options = [strategy for strategy in options if strategy.p0 > 1 or strategy.regathers] or options

@@ -118,15 +118,19 @@ def test_blocks_of_any_size_give_attention_and_its_gradient(
 
 def test_blocks_that_the_mask_discards_are_not_visited():
     """Of 4 x 4 blocks of a causal mask 10; of them 7 with a window of one block and a position."""
-    from autoddl.pipelines.runtime.blockwise import _visited
+    from autoddl.pipelines.runtime.blockwise import _blocks, _visited
 
-    starts = range(0, 16, 4)
-    assert [_visited(i, starts, True, None, 4) for i in starts] == [[0], [4, 0], [8, 4, 0], [12, 8, 4, 0]]
-    assert [_visited(i, starts, True, 5, 4) for i in starts] == [[0], [4, 0], [8, 4], [12, 8]]
+    blocks = _blocks(((0, 16),), 4)
+
+    def visited(causal, window):
+        return [[other.start for other in _visited(one, blocks, causal, window)] for one in blocks]
+
+    assert visited(True, None) == [[0], [4, 0], [8, 4, 0], [12, 8, 4, 0]]
+    assert visited(True, 5) == [[0], [4, 0], [8, 4], [12, 8]]
     # With 6, the first query of a block sees 5 positions before it, those of two blocks; with 1, none.
-    assert [_visited(i, starts, True, 1, 4) for i in starts] == [[0], [4], [8], [12]]
-    assert [_visited(i, starts, True, 6, 4) for i in starts] == [[0], [4, 0], [8, 4, 0], [12, 8, 4]]
-    assert _visited(4, starts, False, None, 4) == [0, 4, 8, 12]
+    assert visited(True, 1) == [[0], [4], [8], [12]]
+    assert visited(True, 6) == [[0], [4, 0], [8, 4, 0], [12, 8, 4]]
+    assert visited(False, None) == [[0, 4, 8, 12]] * 4
 
 
 def test_both_forms_are_equal_in_single_precision_at_usual_scores():

@@ -142,21 +142,22 @@ def test_heads_of_query_key_and_value_stand_together():
     )
     graph = builder.build()
     order = product_order(graph, graph["qkv"])
-    # Two groups: query heads 0 and 1 with key-value head 0, query heads 2 and 3 with 1.
-    assert list(order.rows) == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
-    assert order.num_groups == 2
-    # On two ranks every module keeps its own weight; on four a block is half a group, and they are stored as one.
-    assert are_stored_separately(order, Strategy(((1, 2, 1),))) and not are_stored_separately(
-        order, Strategy(((1, 4, 1),))
+    # Query heads 0 and 1 with a half each of key and value 0, query heads 2 and 3 with a half each of 1.
+    assert list(order.rows) == [0, 1, 8, 12, 2, 3, 9, 13, 4, 5, 10, 14, 6, 7, 11, 15]
+    assert order.num_groups == 4
+    # On up to four ranks every module keeps its own weight; on eight a block is half a group, and they are stored as one.
+    assert are_stored_separately(order, Strategy(((1, 4, 1),))) and not are_stored_separately(
+        order, Strategy(((1, 8, 1),))
     )
     apart = parameter_layouts(graph, graph["qkv"], Strategy(((1, 2, 1),)))
     assert [layout.name for layout in apart] == ["q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias"]
     assert [list(layout.indices[0][1]) for layout in apart[:3]] == [[4, 5, 6, 7], [2, 3], [2, 3]]
-    one = parameter_layouts(graph, graph["qkv"], Strategy(((1, 4, 1),)))
+    one = parameter_layouts(graph, graph["qkv"], Strategy(((1, 8, 1),)))
     assert [layout.name for layout in one] == ["q+k+v.weight", "q+k+v.bias"]
     assert one[0].sources == (("q.weight", 8), ("k.weight", 4), ("v.weight", 4))
-    # Four ranks cut product order in order of blocks 0, 2, 1, 3: the innermost axis takes the first digit.
-    assert [list(rows) for rows in one[0].indices[0]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    # Eight ranks have the blocks 0, 4, 2, 6, 1, 5, 3, 7 of product order: the innermost axis takes the first digit.
+    blocks = [[0, 1], [4, 5], [2, 3], [6, 7], [8, 12], [10, 14], [9, 13], [11, 15]]
+    assert [list(rows) for rows in one[0].indices[0]] == blocks
 
 
 def test_gate_and_up_alternate():

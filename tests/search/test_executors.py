@@ -55,7 +55,8 @@ def axes_of(strategy: Strategy) -> list[tuple[str, int]]:
 
 
 def runs_in_a_graph(strategy: Strategy) -> bool:
-    return not strategy.summa and min(strategy.p1, strategy.p2) == 1 and len(axes_of(strategy)) <= 2
+    shares = strategy.summa or strategy.positions or strategy.copies
+    return not shares and min(strategy.p1, strategy.p2) == 1 and len(axes_of(strategy)) <= 2
 
 
 def run_together(strategies) -> bool:

@@ -26,7 +26,7 @@ from autoddl.search.options import (
 )
 from autoddl.search.planner import Candidate, InfeasibleError, Options, make_plan
 from autoddl.search.sweep import Sweep
-from autoddl.zoo import Transformer, gpt, mlp, resolve_model
+from autoddl.zoo import Transformer, gpt, llama, mlp, resolve_model
 
 #: Many tokens, few parameters: data parallelism is best.
 LONG = gpt(Transformer("long", 1, 24, 4, 64, 96))
@@ -165,7 +165,10 @@ def test_sweep_finds_the_best_where_smaller_micro_batches_may_move_less():
 def test_bounds_are_inherited_where_prices_only_grow(may_shrink):
     """From 24 samples to 12 where no redistribution becomes cheaper; with more recomputation of the same 24 always."""
     sweep = object.__new__(Sweep)
-    sweep.free, sweep.books = {(24, "selective"): 10.0}, SimpleNamespace(may_shrink=may_shrink)
+    sweep.free, sweep.books = (
+        {(24, "selective"): 10.0},
+        SimpleNamespace(grows_from=lambda larger, smaller: not may_shrink),
+    )
     for way in RECOMPUTATIONS[1:]:
         assert sweep._free_bound(Workload(24, 12, recompute=way)) == (-inf if may_shrink else 10.0)
         assert sweep._free_bound(Workload(24, 24, recompute=way)) == 10.0
@@ -331,3 +334,20 @@ def test_gpt3_untied_on_1024_devices_is_solved_and_proven():
     (data_parallel, megatron, _) = planned.baselines
     assert data_parallel.infeasible.startswith("a micro-batch of 32 sequences does not divide over the 1024 slices of")
     assert megatron.assessment is None or megatron.assessment.step_s >= planned.cost
+
+
+SEQUENCES = llama(Transformer("sequences", 1, 64, 8, 96, 128, kv_heads=4, tied=False))
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 4), (2, 2), (1, 6), (3, 2)])
+@pytest.mark.parametrize("limit", [1.1, inf])
+def test_sweep_finds_the_best_where_ranks_share_samples(nodes, devices, limit):
+    """Every micro-batch of 12 samples solved alone; on 6 devices a strategy of 2 samples may have no counterpart at 4."""
+    cluster = load_cluster("gcp-a100").resized(nodes, devices)
+    least = make_plan(SEQUENCES, cluster, Options(batch=12, memory_limit_bytes=2**50)).assessment.memory_bytes
+    limit_bytes = limit if limit == inf else least / limit
+    truth = everything_solved(SEQUENCES, cluster, 12, "step", limit_bytes)
+    planned = make_plan(SEQUENCES, cluster, Options(batch=12, memory_limit_bytes=min(limit_bytes, 2**50)))
+    assert planned.optimal and planned.cost == pytest.approx(min(truth.values()), rel=1e-9)
+    for candidate in planned.candidates:
+        assert candidate.lower_bound <= least_of(candidate, truth) * (1 + 1e-9)

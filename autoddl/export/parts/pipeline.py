@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,12 +42,19 @@ class StageBoundary(NamedTuple):
         features: features of a row.
         producer_layout: layout on the ranks of the stage that computes the tensor.
         consumer_layout: layout on the ranks of the next stage.
+        shares_samples: whether ranks share the rows of a sample at one of the ends; then rows are sent, not samples.
     """
 
     rows: int
     features: int
     producer_layout: Layout
     consumer_layout: Layout
+    shares_samples: bool = False
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Number of parts of a sample that are sent separately: its rows, or 1."""
+        return self.rows if self.shares_samples else 1
 
 
 class SharedWeight(NamedTuple):
@@ -88,19 +96,34 @@ class ModuleStages(SlotStages):
     def __init__(
         self,
         replicas: Mapping[tuple[int, int], StageReplica],
-        boundaries: Sequence[BoundaryTensor],
+        boundaries: Sequence[StageBoundary],
         data: SlotData,
         sums: GradientSums,
     ):
-        super().__init__(boundaries, data, sums, reports=RANKS.rank == 0)
-        self._replicas = replicas
+        tensors = [
+            BoundaryTensor((boundary.rows // boundary.rows_per_sample, boundary.features), BACKEND.compute)
+            for boundary in boundaries
+        ]
+        super().__init__(tensors, data, sums, reports=RANKS.rank == 0)
+        self._replicas, self._between = replicas, boundaries
 
     def stage_function(self, run: Run, weights: Sequence[Tensor]) -> Callable[[Any, int], Tensor]:
         """Return the function that computes a task's stage for one slot, with the given weights."""
         replica = self._replicas[run.task.pipeline, run.task.stage]
         for stored, leaf in zip(replica.stored, weights):
             stored.leaf = leaf
-        return lambda x, slot: replica.module(x, self.data.rows(slot, 0), self.data.rows(slot, 1))
+        stage = run.task.stage
+
+        def compute(x: Any, slot: int) -> Tensor:
+            inputs = self.data.rows(slot, 0)
+            if stage and self._between[stage - 1].shares_samples:  # rows of all samples arrive
+                p0 = prod(axis.size for axis in self._between[stage - 1].consumer_layout.axes(0))
+                x = x.reshape(max(len(inputs) // p0, 1), -1, x.shape[2])
+            y = replica.module(x, inputs, self.data.rows(slot, 1))
+            is_sending_rows = stage < len(self._between) and self._between[stage].shares_samples
+            return y.reshape(-1, 1, y.shape[2]) if is_sending_rows else y
+
+        return compute
 
 
 class Pipeline:
@@ -140,7 +163,11 @@ class Pipeline:
     ):
         slot_rows = micro_batch // slots_per_micro_batch
         crossings = [
-            Crossing((slot_rows, boundary.features), boundary.producer_layout.cuts, boundary.consumer_layout.cuts)
+            Crossing(
+                (slot_rows * boundary.rows_per_sample, boundary.features),
+                boundary.producer_layout.cuts,
+                boundary.consumer_layout.cuts,
+            )
             for boundary in boundaries
         ]
         reader = WorkerWords(schedule, slots_per_micro_batch, WORKERS, crossings, joint_stages)
@@ -152,7 +179,7 @@ class Pipeline:
         }
         self.stages = ModuleStages(
             self.replicas,
-            [BoundaryTensor((boundary.rows, boundary.features), BACKEND.compute) for boundary in boundaries],
+            boundaries,
             SlotData(schedule, slots_per_micro_batch, slot_rows, lambda number: (np.empty(0), np.empty(0))),
             make_gradient_sums(schedule, self.replicas, shared),
         )

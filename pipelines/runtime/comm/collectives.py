@@ -59,6 +59,7 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "send",
+    "shift",
     "sum_over",
     "take_shard",
 ]
@@ -218,6 +219,24 @@ def receive(shape: tuple[int, ...], dtype: Any, from_rank: int, device: str) -> 
     _check_type(dtype, _MOVABLE, "point-to-point transfer", device == GPU)
     _check_peer(from_rank, "receive from")
     return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device(device))
+
+
+def shift(x: Tensor, axis: RankAxis) -> Tensor:
+    """Send a tensor to the next rank of a ring, and return that of the previous one; without autograd.
+
+    Args:
+        x: Local tensor, of the same shape on all ranks of the group.
+        axis: Mesh axis; every group of ranks along it is a ring, in rank order.
+    """
+    group, place = axis.group(flow.env.get_rank()), axis.index(flow.env.get_rank())
+    following, previous = group[(place + 1) % axis.size], group[place - 1]
+    # Every second rank sends first: two ranks that both send before they receive would wait for each other.
+    if place % 2 == 0:
+        send(x, following)
+        return receive(tuple(x.shape), x.dtype, previous, x.device.type)
+    arrived = receive(tuple(x.shape), x.dtype, previous, x.device.type)
+    send(x, following)
+    return arrived
 
 
 # ---- Local tensors in, local tensors out: no autograd, no checks -------------------------------------------------------

@@ -41,7 +41,7 @@ from autoddl.costmodel.distribution import Axis, canonical_axes, flat_coordinate
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
-from autoddl.costmodel.strategy import Strategy, mesh_axes, shard_axes
+from autoddl.costmodel.strategy import Strategy, copy_axes, expert_axes, mesh_axes, shard_axes
 
 __all__ = [
     "Layout",
@@ -51,11 +51,13 @@ __all__ = [
     "blocks",
     "coarsest_mesh",
     "common_mesh",
+    "expert_layouts",
     "feature_layouts",
     "gathered",
     "layout_of",
     "linear_layouts",
     "matrix_indices",
+    "mirrored_order",
     "product_order",
     "scattered",
     "split_dims",
@@ -102,6 +104,7 @@ class Layout:
         summa: Whether the features of the input are also split over p0, and gathered when they are needed (SUMMA).
         zero: What the ranks along p0 divide of the parameters, 0 to 3 (:mod:`autoddl.costmodel.strategy`).
         hybrid: Whether they divide gradients and weights inside nodes only.
+        experts: For each level, the part of p0 that experts are divided over; empty if they are not divided.
     """
 
     splits: tuple[tuple[int, int, int], ...]
@@ -109,6 +112,7 @@ class Layout:
     summa: bool
     zero: int
     hybrid: bool
+    experts: tuple[int, ...]
 
     def __init__(
         self,
@@ -117,6 +121,7 @@ class Layout:
         summa: bool = False,
         zero: int = 0,
         hybrid: bool = False,
+        experts: tuple[int, ...] = (),
     ):
         for name, value in (
             ("splits", splits),
@@ -124,12 +129,23 @@ class Layout:
             ("summa", summa),
             ("zero", zero),
             ("hybrid", hybrid),
+            ("experts", experts),
         ):
             object.__setattr__(self, name, value)
 
     def axes(self, which: int) -> tuple[Axis, ...]:
         """Return the mesh axes of p0 (0), p1 (1) or p2 (2): one for each level in which it exceeds 1, outermost first."""
         return mesh_axes(self.splits, self.embedding)[which]
+
+    @property
+    def expert_axes(self) -> tuple[Axis, ...]:
+        """The parts of the axes of p0 that experts are divided over, outermost first."""
+        return expert_axes(self.axes(0), self.experts)
+
+    @property
+    def copies(self) -> tuple[Axis, ...]:
+        """The axes of p0 whose ranks hold the same part of the parameters, outermost first."""
+        return copy_axes(self.axes(0), self.experts)
 
     @cached_property
     def features(self) -> tuple[Axis, ...]:
@@ -156,18 +172,43 @@ class Layout:
         """Return the block of ``length`` features that each rank holds between layers."""
         return blocks(self.features, length, self.num_ranks)
 
-    def samples(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """Return a rank's part of an array whose rows are all samples.
+    def part_of_rows(self, array: np.ndarray, rank: int, rows: int, is_mirrored: bool = False) -> np.ndarray:
+        """Return a rank's part of an array (samples, ...) with ``rows`` rows per sample: (samples, rows, elements of a row).
+
+        Ranks that share the positions of a sample have some of its rows.
+
+        Args:
+            array: Samples of all ranks.
+            rank: The rank.
+            rows: Rows per sample.
+            is_mirrored: Whether the rows between layers are in mirrored order.
 
         Raises:
-            UserError: p0 does not divide the number of samples.
+            UserError: p0 divides neither the samples nor, if they divide p0, their rows.
         """
-        parts = prod(axis.size for axis in self.axes(0))
-        if len(array) % parts:
-            raise UserError(f"{len(array)} samples do not divide over {parts} ranks")
-        width = len(array) // parts
+        parts, samples = prod(axis.size for axis in self.axes(0)), len(array)
+        sharing = max(parts // samples, 1) if samples else 0
+        if samples % parts and (sharing * samples != parts or rows % sharing):
+            raise UserError(f"{samples} samples do not divide over {parts} ranks")
+        by_row = array.reshape(samples * rows, -1)
+        width = len(by_row) // parts
         start = flat_coordinate(self.axes(0), rank) * width
-        return array[start : start + width]
+        if is_mirrored:
+            own = np.arange(start, start + width)
+            part = by_row[own - own % rows + mirrored_order(rows)[own % rows]]
+        else:
+            part = by_row[start : start + width]
+        return part.reshape(-1, min(rows, width), by_row.shape[1])
+
+
+def mirrored_order(length: int) -> np.ndarray:
+    """Return the positions of a sample in mirrored order (:mod:`autoddl.costmodel.kinds.attention`).
+
+    >>> mirrored_order(6).tolist()
+    [0, 5, 1, 4, 2, 3]
+    """
+    early = np.arange(length // 2)
+    return np.stack([early, length - 1 - early], axis=1).reshape(-1)
 
 
 def blocks(axes: Sequence[Axis], length: int, num_ranks: int) -> Indices:
@@ -452,6 +493,24 @@ def feature_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tupl
     return _sharded(result, layout)
 
 
+def expert_layouts(
+    shapes: Mapping[str, Sequence[int]], inner: Mapping[str, int], layout: Layout
+) -> tuple[ParameterLayout, ...]:
+    """Return layouts of the matrices of experts, (experts, rows, columns).
+
+    Args:
+        shapes: Shape of each parameter, by name.
+        inner: The dimension of each parameter that p1 splits: the features inside the experts.
+        layout: Layout of the layer.
+    """
+    result = []
+    for name, shape in shapes.items():
+        axes = [layout.expert_axes, *(layout.axes(1) if dim == inner[name] else () for dim in range(1, len(shape)))]
+        indices = tuple(blocks(of_dim, length, layout.num_ranks) for of_dim, length in zip(axes, shape))
+        result.append(ParameterLayout(name, ((name, shape[0]),), tuple(shape), tuple(axes), indices, layout.copies))
+    return _sharded(result, layout)
+
+
 def whole_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[ParameterLayout, ...]:
     """Return layouts of parameters that every rank holds completely: those of convolutions and of opaque modules."""
     result = []
@@ -514,7 +573,7 @@ def common_mesh(strategies: Iterable[Strategy], num_ranks: int) -> tuple[Axis, .
         for strategy in set(strategies)
         for is_embedding in (False, True)
         for which in range(3)
-        for axis in strategy.axes(which, is_embedding)
+        for axis in (*strategy.axes(which, is_embedding), *strategy.expert_axes())
     ]
     return coarsest_mesh(axes, num_ranks)
 
@@ -552,7 +611,12 @@ def layout_of(layer: Layer, strategy: Strategy) -> Layout:
     """Return the layout of a layer under its strategy."""
     is_lookup = kind_of(layer.kind).is_lookup
     return Layout(
-        *strategy.splits, embedding=is_lookup, summa=strategy.summa, zero=strategy.zero, hybrid=strategy.hybrid
+        *strategy.splits,
+        embedding=is_lookup,
+        summa=strategy.summa,
+        zero=strategy.zero,
+        hybrid=strategy.hybrid,
+        experts=strategy.experts,
     )
 
 

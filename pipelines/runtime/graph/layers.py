@@ -32,6 +32,7 @@ from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
 
 from ..comm.layouts import product_order
+from ..kinds.attention import check_attention
 from ..statements import TARGETS, Call, Fact, LayerContext, Name, X, epilogue_function
 from .meshes import COLUMNS, weight_split
 
@@ -113,7 +114,7 @@ def global_layer(graph: LayerGraph, layer: Layer, strategy: Strategy, mesh: Grap
         raise UserError(
             f"{layer.describe()}: the graph executor runs {', '.join(_KINDS)}, not layers of kind {layer.kind!r}"
         )
-    return _KINDS[layer.kind](_Context(graph, layer, strategy, False, "dense", False, (), mesh, read))
+    return _KINDS[layer.kind](_Context(graph, layer, strategy, False, "dense", False, (), False, mesh, read))
 
 
 @dataclass(frozen=True)
@@ -298,6 +299,7 @@ def _norm(context: _Context) -> GlobalLayer:
 
 def _attention(context: _Context) -> GlobalLayer:
     layer, attributes, producers = context.layer, context.layer.attributes, context.producers
+    check_attention(layer)
     kinds = [kind_of(context.graph[name].kind) for name in producers]
     if len(producers) not in (1, 3) or (len(producers) == 1 and not kinds[0].follows_groups):
         raise UserError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.kinds.attention import head_sections
+from autoddl.costmodel.kinds.attention import head_sections, key_slices
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layer import Layer
 
-from ..statements import RANKS, Call, LayerContext, LayerProgram, Name, Statement, X
+from ..statements import ALL_STEPS, RANKS, Call, LayerContext, LayerProgram, Name, Statement, X
 
-__all__ = ["program"]
+__all__ = ["check_attention", "program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
@@ -20,8 +21,13 @@ def program(context: LayerContext) -> LayerProgram:
         UserError: The layer does not read q, k and v, or the features that it reads cannot be split into heads.
     """
     layer, attributes, producers = context.layer, context.layer.attributes, context.producers
-    groups, sections = head_sections(layer)
-    num_groups = groups // context.layout.num_parts
+    check_attention(layer)
+    _, sections = head_sections(layer)
+    slices, num_parts = key_slices(layer), context.layout.num_parts
+    # Query heads of this rank, and its groups of features: each has a slice of key and value.
+    heads = attributes["heads"] // num_parts
+    num_groups = heads if slices > 1 else attributes["kv_heads"] // num_parts
+    kv_heads = max(attributes["kv_heads"] // num_parts, 1)
     is_grouped = len(producers) == 1 and kind_of(context.graph[producers[0]].kind).follows_groups
     if len(producers) not in (1, 3):  # 0: it reads the model's input
         raise UserError(
@@ -31,7 +37,7 @@ def program(context: LayerContext) -> LayerProgram:
     if len(producers) == 3:
         statements.append(Call("concat_heads", ([X, Name("input_1"), Name("input_2")],), {"groups": num_groups}))
     elif not is_grouped:
-        if context.layout.num_parts > 1:
+        if num_parts > 1:
             raise UserError(
                 f"{layer.describe()}: it reads {producers[0]!r}, whose features cannot be split into heads; "
                 "only a linear layer's can"
@@ -39,8 +45,8 @@ def program(context: LayerContext) -> LayerProgram:
         statements.append(Call("flow.split", (X, list(sections)), {"dim": 2}, ("parts",)))
         statements.append(Call("concat_heads", (Name("parts"),), {"groups": num_groups}))
     options: dict[str, Any] = {
-        "groups": num_groups,
-        "group_heads": attributes["heads"] // groups,
+        "groups": kv_heads,
+        "group_heads": heads // kv_heads,
         "head_dim": attributes["head_dim"],
         "causal": bool(attributes["causal"]),
         "theta": context.fact("theta", "rotary_base_of"),
@@ -52,5 +58,28 @@ def program(context: LayerContext) -> LayerProgram:
         options["drop"] = Name("drop")
     elif context.attention == "fused":
         options["is_fused"] = True
-    statements += context.recomputable(("x",), [Call("attend", (X, RANKS), options, computes=True)])
+    if slices > 1:
+        options["slices"] = slices
+    if context.strategy.key_copies:
+        options["copy_axes"] = list(context.strategy.key_copy_axes)
+    if context.strategy.positions:
+        options |= {"way": context.strategy.sequence, "axes": list(context.strategy.position_axes)}
+    options |= context.order
+    call = Call("attend", (X, RANKS), options, num_steps=ALL_STEPS, computes=True)
+    statements += context.recomputable(("x",), [call])
     return LayerProgram((), tuple(statements))
+
+
+def check_attention(layer: Layer) -> None:
+    """Check that ranks have a program for the layer.
+
+    Raises:
+        UserError: It is cross attention, or it has parameters of its own.
+    """
+    if "key_rows" in layer.attributes:
+        raise UserError(f"{layer.describe()}: cross attention is priced, but not executed on ranks")
+    if layer.parameters:
+        raise UserError(
+            f"{layer.describe()}: attention with parameters, such as {layer.parameters[0].name}, "
+            "is priced, but not executed on ranks"
+        )

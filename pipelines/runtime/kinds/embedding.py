@@ -14,7 +14,7 @@ __all__ = ["layouts", "program"]
 def program(context: LayerContext) -> LayerProgram:
     """Return the program of a lookup."""
     layer, layout = context.layer, context.layout
-    options = {"vocabulary": layer.attributes["vocabulary"], "rows": layer.rows}
+    options = {"vocabulary": layer.attributes["vocabulary"], "rows": layer.rows, **context.order}
     body = [
         *context.gathering(("weight",)),
         Call("lookup", (DATA, Name("weight"), layout, RANKS), options, computes=True),

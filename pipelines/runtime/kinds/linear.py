@@ -68,7 +68,7 @@ def program(context: LayerContext) -> LayerProgram:
     if LOSSES & set(layer.epilogue):
         options = {"is_squared": "mse_loss" in layer.epilogue}
         statements += [
-            Call("data", (TARGETS, layout, RANKS), {"rows": layer.rows}, ("expected",)),
+            Call("data", (TARGETS, layout, RANKS), {"rows": layer.rows, **context.order}, ("expected",)),
             Call("mean_error", (X, Name("expected"), RANKS), options),
         ]
     return LayerProgram((*weights, *biases), tuple(statements))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..statements import ALL_STEPS, RANKS, TARGETS, Call, LayerContext, LayerProgram, X
 
 __all__ = ["program"]
@@ -9,5 +11,6 @@ __all__ = ["program"]
 
 def program(context: LayerContext) -> LayerProgram:
     """Return the program of the cross entropy."""
-    call = Call("cross_entropy", (X, TARGETS, context.layout, RANKS), num_steps=ALL_STEPS, computes=True)
+    options = {"rows": prod(context.layer.input_shape[:-1]), **context.order}
+    call = Call("cross_entropy", (X, TARGETS, context.layout, RANKS), options, num_steps=ALL_STEPS, computes=True)
     return LayerProgram((), (call,))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ..statements import Call, LayerContext, LayerProgram, Name
+from ..statements import RANKS, Call, LayerContext, LayerProgram, Name
 
 __all__ = ["program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
     """Return the program of learned positions."""
-    call = Call("positions", (Name("weight"), Name("num_samples"), context.layout), {"rows": context.layer.rows})
+    arguments = Name("weight"), Name("num_samples"), context.layout, RANKS
+    call = Call("positions", arguments, {"rows": context.layer.rows, **context.order})
     return LayerProgram(context.weights, (*context.gathering(("weight",)), call))

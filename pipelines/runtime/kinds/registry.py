@@ -12,9 +12,16 @@ from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of, source_of
 from autoddl.costmodel.strategy import Strategy
 
-from ..comm.layouts import ParameterLayout, feature_layouts, linear_layouts, table_layouts, whole_layouts
+from ..comm.layouts import (
+    ParameterLayout,
+    expert_layouts,
+    feature_layouts,
+    linear_layouts,
+    table_layouts,
+    whole_layouts,
+)
 from ..statements import Call, LayerContext, LayerProgram
-from . import add, attention, conv2d, embedding, linear, loss, norm, opaque, position
+from . import add, attention, conv2d, embedding, experts, latent, linear, loss, norm, opaque, position, tokengate
 
 __all__ = ["layer_program", "layouts_call", "parameter_layouts", "plain_module", "register", "registered_functions"]
 
@@ -57,12 +64,16 @@ _RANK_KINDS: dict[str, RankKind] = {
     "norm": RankKind(norm.program, plain_module=norm.plain_module),
     "add": RankKind(add.program),
     "conv2d": RankKind(conv2d.program, plain_module=conv2d.plain_module),
+    "experts": RankKind(experts.program, experts.layouts),
+    "token_gate": RankKind(tokengate.program),
+    "latent_attention": RankKind(latent.program),
     "loss": RankKind(loss.program),
     "opaque": RankKind(opaque.program),
 }
 #: The functions of the calls of `RankKind.layouts`, in addition to registered ones.
 _LAYOUT_FUNCTIONS: Mapping[str, Callable[..., tuple[ParameterLayout, ...]]] = {
-    function.__name__: function for function in (feature_layouts, linear_layouts, table_layouts, whole_layouts)
+    function.__name__: function
+    for function in (expert_layouts, feature_layouts, linear_layouts, table_layouts, whole_layouts)
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
@@ -108,6 +119,7 @@ def layer_program(
     recompute: bool,
     attention: str = "fused",
     is_in_block: bool = False,
+    is_mirrored: bool = False,
 ) -> LayerProgram:
     """Return the program of a layer under its strategy.
 
@@ -118,6 +130,7 @@ def layer_program(
         recompute: Whether only evenly split inputs are kept for the backward pass.
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
         is_in_block: Whether the backward pass runs the whole block of the layer again.
+        is_mirrored: Whether the positions of all samples of the model are in mirrored order.
 
     Raises:
         UserError: The layer cannot be run; it is named.
@@ -126,7 +139,8 @@ def layer_program(
     if strategy.zero == 3:
         shapes = tuple(layout.local_shape() for layout in parameter_layouts(graph, layer, strategy))
     is_rerun = recompute or is_in_block
-    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, recompute, attention, is_rerun, shapes))
+    options = recompute, attention, is_rerun, shapes, is_mirrored
+    return _rank_kind(layer).program(LayerContext(graph, layer, strategy, *options))
 
 
 def layouts_call(
@@ -143,7 +157,9 @@ def layouts_call(
     Raises:
         UserError: Ranks cannot store the layer's parameters; the layer is named.
     """
-    context = LayerContext(graph, layer, strategy, recompute=False, attention="dense", is_rerun=False, shapes=())
+    context = LayerContext(
+        graph, layer, strategy, recompute=False, attention="dense", is_rerun=False, shapes=(), is_mirrored=False
+    )
     return _rank_kind(layer).layouts(context, layer.parameters if parameters is None else parameters)
 
 

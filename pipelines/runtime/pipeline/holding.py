@@ -1,7 +1,8 @@
 """The block of each boundary tensor that a rank holds.
 
 The tensor that crosses the boundary between two stages is, for every slot, a matrix of ``slot_rows`` rows (samples) by columns (the
-last dimension, features; the dimensions between the two are never split). Its `Distribution` over the ranks of a worker is
+last dimension, features; the dimensions between the two are never split). If ranks share the positions of a sample at one of the
+ends, the rows of the matrix are those of the samples. Its `Distribution` over the ranks of a worker is
 
 - an even split of the rows, if the stages have no SBP plans;
 - the distribution in the plan of the stage otherwise: *leaving* at the end of a stage, *arriving* at its beginning.
@@ -36,6 +37,7 @@ class StageLayout:
         columns: Columns of the stage's output.
         row_multiple: Number that the rows of a slot must be a multiple of.
         is_joint: Whether the ranks of the stage communicate with each other during its computations.
+        rows_per_sample: Rows of the stage's output per sample, if ranks share samples at one of the ends of the boundary; else 1.
     """
 
     arriving: Distribution
@@ -43,6 +45,7 @@ class StageLayout:
     columns: int
     row_multiple: int
     is_joint: bool
+    rows_per_sample: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class Holding:
         """Return the columns of the tensor between stages ``boundary`` and ``boundary + 1``; 1 if rows stay whole."""
         return 1 if self.layouts is None else self.layouts[boundary].columns
 
+    def shape(self, boundary: int) -> tuple[int, int]:
+        """Return the rows and columns of a slot of the tensor between stages ``boundary`` and ``boundary + 1``."""
+        rows_per_sample = 1 if self.layouts is None else self.layouts[boundary].rows_per_sample
+        return self.slot_rows * rows_per_sample, self.columns(boundary)
+
     def distribution(self, worker: int, stage: int, is_leaving: bool) -> Distribution:
         """Return the distribution of a stage's output (if ``is_leaving``) or input over the ranks of a worker with this stage."""
         if self.layouts is None:
@@ -88,7 +96,7 @@ class Holding:
         """Return the block of a slot of a stage's output (if ``is_leaving``) or input that a rank holds."""
         key = (rank, stage, is_leaving)
         if key not in self._blocks:
-            shape = (self.slot_rows, self.columns(stage if is_leaving else stage - 1))
+            shape = self.shape(stage if is_leaving else stage - 1)
             distribution = self.distribution(self.ranks.worker_of(rank), stage, is_leaving)
             rows, columns = distribution.slices(self.ranks.index_of(rank), shape)
             self._blocks[key] = HeldBlock(range(rows.start, rows.stop), range(columns.start, columns.stop))
@@ -115,7 +123,7 @@ class Holding:
         return crossing(
             self.distribution(source, task.stage, is_leaving=is_forward),
             self.distribution(destination, consumer_stage, is_leaving=not is_forward),
-            (self.slot_rows, self.columns(min(task.stage, consumer_stage))),
+            self.shape(min(task.stage, consumer_stage)),
         )
 
     def joint_ranks(self, task: Task) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ def messages(transfer: Transfer, holding: Holding) -> list[Message]:
     """
     task = transfer.task
     sources, destinations = holding.ranks.ranks_of(transfer.source), holding.ranks.ranks_of(transfer.destination)
-    shape = holding.slot_rows, holding.columns(min(task.stage, _consumer_stage(task)))
+    shape = holding.shape(min(task.stage, _consumer_stage(task)))
     pieces = holding.pieces(task, transfer.source, transfer.destination)
     return [message_of(task, holding.slots_per_micro_batch, piece, sources, destinations, shape) for piece in pieces]
 

@@ -93,7 +93,12 @@ class PlannedStages(SlotStages):
             {s: [StageWeight(w.layout, w.stages) for w in _trained_weights(weights[s])] for s in own_stages},
             shared_layouts(_shared_weights(weights)),
         )
-        boundaries = [_boundary_tensor(stage.layers(model.graph)[-1], backend) for stage in model.stages[:-1]]
+        boundaries = [
+            _boundary_tensor(
+                stage.layers(model.graph)[-1], lowered.holding.shape(number)[0] // lowered.slot_rows, backend
+            )
+            for number, stage in enumerate(model.stages[:-1])
+        ]
         data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
         super().__init__(boundaries, data, sums, reports=self._rank_in_worker == 0)
 
@@ -111,6 +116,9 @@ class PlannedStages(SlotStages):
 
         def evaluate(x: Tensor | None, slot: int) -> Tensor:
             y = stage.run(x, weights, self._batch(stage, slot, is_last))
+            if not is_last:
+                # The rows of the boundary's matrix: samples, or those of samples that ranks share.
+                y = y.reshape(-1, self.boundaries[run.task.stage].row_shape[0], y.shape[2])
             if is_last and self._loss_of is not None:
                 y = self._loss_of(whole_output(y, stage, self._slot_rows).to(self._backend.master))
             if flow.is_grad_enabled() and not y.requires_grad:
@@ -261,7 +269,7 @@ def _shared_weights(weights: Sequence[StageWeights]) -> list[dict[int, Parameter
     return list(shared.values())
 
 
-def _boundary_tensor(layer: Layer, backend: Backend) -> BoundaryTensor:
-    """Return the shape and type of a layer's output for one sample: (rows, features)."""
+def _boundary_tensor(layer: Layer, rows_per_sample: int, backend: Backend) -> BoundaryTensor:
+    """Return the shape and type of a layer's output for one sample, or for one of ``rows_per_sample`` rows: (rows, features)."""
     features = edge_shape(layer, 1)[1]
-    return BoundaryTensor((layer.output_elements // features, features), backend.compute)
+    return BoundaryTensor((layer.output_elements // features // rows_per_sample, features), backend.compute)

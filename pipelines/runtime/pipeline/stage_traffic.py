@@ -110,9 +110,9 @@ def stage_traffic(
     Raises:
         UserError: The stages do not fit the graph.
     """
-    layouts = stage_layouts(graph, stages)
     per_micro_batch = slots_per_micro_batch(schedule)
     rows = micro_batch_rows // per_micro_batch
+    layouts = stage_layouts(graph, stages, rows)
     steps = layer_steps(schedule, graph, stages, micro_batch_rows, precision)
     num_passes = [passes(schedule, stage) for stage in range(schedule.num_stages)]
     inside, gradients, between = [], [], []
@@ -135,7 +135,7 @@ def stage_traffic(
         sent = Sent()
         # Activations go forward, gradients backward.
         for (source, target), count in zip((ends, ends[::-1]), counts):
-            pieces = crossing(source, target, (rows, layouts[boundary].columns))
+            pieces = crossing(source, target, (rows * layouts[boundary].rows_per_sample, layouts[boundary].columns))
             sent += Sent(num_bytes, len(pieces)) * count
         between.append(sent)
     return StageTraffic(tuple(inside), tuple(between), tuple(gradients))
@@ -231,8 +231,8 @@ def gradient_sums(
             sharing = holders.pop(_owner(graph, layer, parameter), None)
             if sharing is None:
                 continue  # an earlier layer of the stage shares the parameter, which is stored once
-            axes = strategy.axes(0, kind_of(layer.kind).is_lookup)
-            parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2
+            axes = strategy.copy_axes(kind_of(layer.kind).is_lookup)
+            parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2 * strategy.expert_parts
             if strategy.summa and len(parameter.shape) > 1:
                 axes, parts = (), strategy.num_devices
             shard = parameter.num_elements / parts * precision.communication_itemsize

@@ -30,6 +30,7 @@ from .lowering import Lowered, lower
 from .planned import PlannedStages
 from .report import RankReport
 from .saving import Member, restore, save, warn_on_stderr
+from .slots import slots_per_micro_batch
 from .stage_plans import stage_layouts
 from .transport import make_transport
 from .weights import OptimizerFactory, ReplicaWeights
@@ -108,7 +109,7 @@ class PipelineTrainer:
         self._member = Member(self.rank, flow.env.get_world_size(), _all_gather_text, warn or warn_on_stderr)
         self._damaged: set[Path] = set()
         if isinstance(model, PlannedModel):
-            layouts = stage_layouts(model.graph, model.stages)
+            layouts = stage_layouts(model.graph, model.stages, len(inputs) // slots_per_micro_batch(schedule))
             tied = model.tied()
             self.lowered = lower(
                 schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts, agrees=agrees

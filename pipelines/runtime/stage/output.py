@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from autoddl.costmodel.distribution import Distribution
-from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 
 from ..comm.moving import move_tensor
 from ..load import load_oneflow
+from ..sequences import ascending
 from .stage import Stage
 
 flow: Any = load_oneflow()
@@ -33,7 +34,8 @@ def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
     """
     last, stepper = stage.layers[-1], stage.stepper
     split = last.strategy.activations
-    shape = edge_shape(last.layer, samples)
+    shape = moved_shape(last.layer, last.strategy.p0, samples)
+    moves_rows = shape[0] != samples
     replicated = Distribution(split.axes, (Broadcast(),) * len(split.axes))
     route = redistribute(split, replicated, shape)
     rows, features = split.slices(stepper.rank, shape)
@@ -44,7 +46,11 @@ def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return dy[rows, :, features].contiguous()
 
+    if moves_rows:
+        value = value.reshape(value.shape[0] * value.shape[1], 1, value.shape[2])
     whole = _Function.apply("whole", forward, backward, value)
+    if stage.is_mirrored:
+        whole = ascending(whole.reshape(samples, -1, whole.shape[2]))
     per_sample = last.layer.output_shape
     # Models without sequences have one row per sample: the result has no dimension for rows.
     return whole.reshape(samples, *(per_sample[1:] if len(per_sample) == 2 and last.layer.rows == 1 else per_sample))

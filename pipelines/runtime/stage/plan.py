@@ -23,6 +23,8 @@ __all__ = [
     "check_input_shape",
     "check_stages",
     "entry_strategy",
+    "is_mirrored",
+    "local_shape",
     "source_layer",
     "stage_plan",
     "stored_rows",
@@ -85,7 +87,7 @@ def stage_plan(
     places = plan.places(graph)
     divided = {
         name: strategy
-        if strategy.summa or strategy.p0 == 1 or not graph[name].num_parameters
+        if strategy.summa or strategy.copies == 1 or not graph[name].num_parameters
         else dataclasses.replace(strategy, zero=zero_of(graph[name], max(strategy.zero, workload.zero), places[name]))
         for name, strategy in strategies.items()
     }
@@ -171,6 +173,17 @@ def strategies_of(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -
     return {**stages[number].strategies, **entry}
 
 
+def is_mirrored(graph: LayerGraph, strategies: Mapping[str, Strategy]) -> bool:
+    """Return whether the positions of all samples are in mirrored order: ranks share the samples of causal attention.
+
+    Args:
+        graph: The layer graph.
+        strategies: Strategies of all layers, of all stages.
+    """
+    sharing = (name for name, strategy in strategies.items() if strategy.positions)
+    return any(graph[name].attributes.get("causal") for name in sharing)
+
+
 def check_input_shape(graph: LayerGraph, layer: Layer, strategy: Strategy) -> None:
     """Check that a layer whose features are split reads its input in the shape in which the producer wrote it.
 
@@ -200,3 +213,13 @@ def stored_rows(shape: Sequence[int]) -> int:
     (16, 1)
     """
     return prod(shape[:-1]) if len(shape) <= 2 else 1
+
+
+def local_shape(rows: int, strategy: Strategy, samples: int) -> tuple[int, int]:
+    """Return the (samples, rows) of a rank's part of a tensor of ``samples`` samples of ``rows`` rows.
+
+    >>> local_shape(16, Strategy(((4, 1, 1),)), 8), local_shape(16, Strategy(((4, 1, 1),)), 2)
+    ((2, 16), (1, 8))
+    """
+    p0 = strategy.p0
+    return (samples // p0, rows) if p0 <= samples else (1, samples * rows // p0)

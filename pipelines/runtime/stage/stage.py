@@ -20,7 +20,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
-from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
 
@@ -34,7 +34,7 @@ from ..shards import attach_weights
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import check_input_shape, source_layer, stored_rows, strategies_of
+from .plan import check_input_shape, is_mirrored, local_shape, source_layer, stored_rows, strategies_of
 
 __all__ = ["ReadyLayer", "Stage"]
 
@@ -111,6 +111,9 @@ class Stage:
         self._recompute, self._attention = plan.recompute, plan.attention
         self._places = plan.places(graph)
         self._strategies = strategies_of(graph, model.stages, number)
+        everything = {name: strategy for stage in model.stages for name, strategy in stage.strategies.items()}
+        #: Whether the positions of all samples are in mirrored order.
+        self.is_mirrored = is_mirrored(graph, everything)
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
         self.layers = tuple(self._ready(layer) for layer in plan.layers(graph))
         self._sections = self._divided()
@@ -150,10 +153,8 @@ class Stage:
         if not all(stored[position].is_trained for position in self.weights.positions[layer.name]):
             strategy = replace(strategy, zero=0, hybrid=False)  # frozen weights are not divided
         recompute = is_recomputed_alone(kind_of(layer.kind), self._places[layer.name], self._recompute)
-        is_in_block = self._is_in_recomputed_block(layer)
-        setting = LayerSetting(
-            graph, layer, strategy, self.stepper, self._model.module, recompute, self._attention, is_in_block
-        )
+        options = recompute, self._attention, self._is_in_recomputed_block(layer), self.is_mirrored
+        setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, *options)
         check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
         return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), positions)
@@ -182,7 +183,7 @@ class Stage:
                 part, or a `HeldWeight`.
             batch: The micro-batch; see `batch`.
         """
-        values = {} if self.source is None else {self.source: x}
+        values = {} if self.source is None else {self.source: self.arrived(x, batch.num_samples)}
         num_readers = Counter(name for section in self._sections for name in section.inputs)
         for section in self._sections:
             inputs = [values[name] for name in section.inputs]
@@ -192,6 +193,13 @@ class Stage:
                 if not num_readers[name]:  # no later section reads it
                     del values[name]
         return values[self.layers[-1].name]
+
+    def arrived(self, x: Tensor, samples: int) -> Tensor:
+        """Return the previous stage's output, which may have a dimension for all rows, as (samples, rows, features)."""
+        assert self.source is not None
+        rows = stored_rows(self._model.graph[self.source].output_shape)
+        shape = local_shape(rows, self._strategies[self.source], samples)
+        return x if tuple(x.shape[:2]) == shape else x.reshape(*shape, x.shape[2])
 
     def run_layer(self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -> Tensor:
         """Redistribute a layer's inputs from their producers' layouts, and return the layer's output.
@@ -238,23 +246,24 @@ class Stage:
         for name, x in zip(ready.producers, inputs):
             source = self._strategies[name]
             if source.rows_and_features != ready.strategy.rows_and_features:
-                x = run_moves(x, self._moves(name, ready, batch.num_samples, tuple(x.shape)), self.stepper)
+                x = self._redistributed(x, name, ready, batch.num_samples)
             arrived.append(x)
         if len(arrived) == 1:
-            arrived[0] = _as_rows(arrived[0], ready.layer)
+            shape = local_shape(stored_rows(ready.layer.input_shape), ready.strategy, batch.num_samples)
+            arrived[0] = arrived[0] if tuple(arrived[0].shape[:2]) == shape else arrived[0].reshape(*shape, -1)
         return ready.body(arrived, [weights[position] for position in ready.weight_positions], batch)
 
-    def _moves(self, producer: str, reader: ReadyLayer, samples: int, local: tuple[int, ...]) -> tuple[Call, ...]:
-        """Return the statements that redistribute a producer's output, of local shape ``local``, for a reader."""
+    def _redistributed(self, x: Tensor, producer: str, reader: ReadyLayer, samples: int) -> Tensor:
+        """Redistribute a producer's output for a reader."""
+        source, layer = self._strategies[producer], self._model.graph[producer]
+        shape = moved_shape(layer, max(source.p0, reader.strategy.p0), samples)
+        moves_rows = shape[0] != samples
+        if moves_rows:
+            x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
         key = (producer, reader.name, samples)
         if key not in self._known_moves:
-            shape = edge_shape(self._model.graph[producer], samples)
-            route = redistribute(self._strategies[producer].activations, reader.strategy.activations, shape)
-            self._known_moves[key] = move_calls(route, local)
-        return self._known_moves[key]
-
-
-def _as_rows(x: Tensor, layer: Layer) -> Tensor:
-    """Reshape an input (samples, rows, features) to the number of rows that the layer reads."""
-    rows = stored_rows(layer.input_shape)
-    return x if x.shape[1] == rows else x.reshape(x.shape[0], rows, -1)
+            route = redistribute(source.activations, reader.strategy.activations, shape)
+            self._known_moves[key] = move_calls(route, tuple(x.shape))
+        x = run_moves(x, self._known_moves[key], self.stepper)
+        rows = stored_rows(layer.output_shape)
+        return x.reshape(*local_shape(rows, reader.strategy, samples), x.shape[2]) if moves_rows else x

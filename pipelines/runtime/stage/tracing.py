@@ -75,7 +75,9 @@ class StageTracer:
         the forward sections come in graph order, the backward sections follow in reverse order. The backward section of a layer
         that no gradient reaches is empty.
         """
-        values: dict[str | None, Tensor] = {self._stage.source: x}
+        values: dict[str | None, Tensor] = {}
+        if self._stage.source is not None:
+            values[self._stage.source] = self._stage.arrived(x, batch.num_samples)
         leaves: dict[str, list[Tensor]] = {}
         for ready in self._stage.layers:
             own = leaves[ready.name] = [detached(values[name]).requires_grad_(True) for name in ready.producers]

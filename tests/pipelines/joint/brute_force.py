@@ -464,6 +464,10 @@ class BruteForce:
         """Of the busiest rank at either end, on either level: alpha * its messages + its bytes * beta."""
         layer, itemsize = self.job.graph[name], self.stages.workload(size).itemsize
         shape = edge_shape(layer, size)
+        if (
+            max(math.prod(p0 for p0, _ in layout) for layout in (source, target)) > size
+        ):  # ranks share samples: rows are sent
+            shape = (size * layer.output_shape[0], layer.output_shape[1])
         element = size * layer.output_elements * itemsize / math.prod(shape)
         inter, intra = self.job.cluster.links
         totals: dict[tuple[bool, str, int], float] = {}

@@ -191,6 +191,18 @@ class Ways:
         return Ways(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
+def divides(layer: Layer, strategy: Strategy, samples: int) -> bool:
+    """Whether the ranks of p0 have whole samples, or as many of them share each sample as divide its positions."""
+    if samples % strategy.p0 == 0 and not strategy.positions:
+        return True
+    sharing, rest = divmod(strategy.p0, samples)
+    if rest or layer.kind in ("conv2d", "opaque"):
+        return False
+    if layer.kind == "attention":
+        return sharing > 1 and math.prod(strategy.positions) == sharing
+    return len(layer.output_shape) == 2 and layer.output_shape[0] % sharing == 0
+
+
 class Stages:
     """Ways to run every stage of a job.
 
@@ -329,7 +341,11 @@ class Stages:
         """The strategies that divide the shape of a layer and the samples, or halves of them."""
         samples, odd = divmod(home.micro_batch, 2) if home.halves else (home.micro_batch, 0)
         every = enumerate_strategies(layer, self.devices(home.shape).level_sizes, self.job.summa)
-        return [] if odd else [strategy for strategy in every if samples % strategy.p0 == 0]
+        if home.halves:
+            return (
+                [] if odd else [strategy for strategy in every if samples % strategy.p0 == 0 and not strategy.positions]
+            )
+        return [strategy for strategy in every if divides(layer, strategy, samples)]
 
     def _variable(self, layers: Sequence[Layer], home: Home, mode: str, first_block: int) -> Variable:
         turned = [(layer.kind == "embedding") != (layers[0].kind == "embedding") for layer in layers]

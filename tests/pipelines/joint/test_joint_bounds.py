@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
@@ -18,11 +18,11 @@ from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.joint.bottleneck_bound import bottleneck_bound
 from autoddl.pipelines.joint.bounds import (
     balance_weights,
-    fill_and_drain,
     homes,
     least_over_cuts,
     micro_batches_per_pipeline,
     worker_loads,
+    worker_paths,
 )
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.cut_graph import MEMORY_PRICES, Bound, CutGraph
@@ -135,6 +135,7 @@ def test_the_longest_path_of_even_1f1b_by_hand() -> None:
 @pytest.mark.parametrize(("depth", "count"), SIZES)
 @pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
 @settings(max_examples=4, deadline=None)
+@example(seed=361069, equal=True)  # a worker's last task is half a backward pass, and so is what follows it
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bool, seed: int, equal: bool) -> None:
     dice = np.random.default_rng(seed)
@@ -145,7 +146,7 @@ def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bo
         for _ in range(3):
             times = random_times(dice, spec.num_stages, again)
             most = makespan(spec, schedule, times) * (1 + 1e-9)
-            for bound in (balance_weights(spec, widths), *worker_loads(spec), *reaches(spec)):
+            for bound in (balance_weights(spec, widths), *worker_loads(spec), *worker_paths(spec)):
                 assert (bound >= 0).all() and bound @ times <= most, spec
         compared += 1
     assert compared >= 5
@@ -164,18 +165,6 @@ def test_the_balance_of_even_1f1b_by_hand() -> None:
     assert balance_weights(spec, (1, 3, 2, 2))[terms.forward].tolist() == pytest.approx(
         [1, 324 / 109, 216 / 109, 216 / 109]
     )
-
-
-def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
-    """Return the load of each worker, with fill and drain through the stages before its first one."""
-    through, terms, found = fill_and_drain(spec), Terms(spec.num_stages), []
-    parts = (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward)
-    for load in worker_loads(spec):
-        first = int(load[terms.forward].argmax() if not load.any() else np.flatnonzero(load[terms.forward])[0])
-        for part in parts:
-            load[part][:first] += through[part][:first]
-        found.append(load)
-    return found
 
 
 class _Units:
@@ -213,7 +202,7 @@ def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) 
     for spec, _ in every_schedule(depth, count):
         forward = dice.integers(1, 9, (spec.num_stages, spec.num_stages + further)).astype(float)
         cut_graph, stages = _Units(spec, forward), range(spec.num_stages)
-        paths = [path[cut_graph.terms.forward] for path in reaches(spec)]
+        paths = [path[cut_graph.terms.forward] for path in worker_paths(spec)]
         least = np.inf
         for inner in combinations(range(1, cut_graph.num_units), spec.num_stages - 1):
             ends = (0, *inner, cut_graph.num_units)
