@@ -143,7 +143,7 @@ def why_not_graph(strategy: Strategy) -> str:
     >>> why_not_graph(Strategy(((1, 2, 1), (2, 2, 1))))
     'nn.Graph compiles meshes of at most 2 axes, this one has 3 (features:2, samples:2, features:2)'
     """
-    if strategy.positions or strategy.copies:
+    if strategy.positions or strategy.key_copies:
         return "its ranks exchange keys and values"
     if strategy.summa:
         return "nn.Graph has no Summa product"

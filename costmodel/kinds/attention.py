@@ -131,7 +131,9 @@ class Attention(LayerKind):
         is_fused = quantities.workload.attention == "fused"
         forward, backward, kept_bytes = _fused(quantities) if is_fused else _dense(quantities)
         own = Body((), (), forward, backward, kept_bytes=quantities.input_bytes + kept_bytes)
-        return _with_exchanges(quantities, own) if quantities.strategy.key_copies or quantities.strategy.positions else own
+        return (
+            _with_exchanges(quantities, own) if quantities.strategy.key_copies or quantities.strategy.positions else own
+        )
 
 
 def is_blockwise(layer: Layer, attention: str) -> bool:

@@ -11,6 +11,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph, Parameter, graph_from_doc
 from autoddl.costmodel.kinds.registry import kinds
 from autoddl.zoo import Transformer, bert, gpt, llama, mlp, vgg
 from autoddl.zoo.layers import GraphBuilder, add, conv2d, embedding, linear, loss, norm
+from autoddl.zoo.mixtures import Mixture, mixture
 
 MODELS = {
     "mlp": mlp([8, 4, 2]),
@@ -19,6 +20,12 @@ MODELS = {
     "bert": bert(Transformer("bert", 2, 16, 2, 8, 32)),
     "llama": llama(Transformer("llama", 2, 16, 4, 8, 32, kv_heads=2)),
     "vgg": vgg(11),
+    "mixture": mixture(
+        Mixture("mixture", 2, 16, 4, 8, 32, intermediate=32, expert_width=8, shared_width=8, has_shared_gate=True)
+    ),
+    "latent": mixture(
+        Mixture("latent", 1, 16, 4, 8, 32, intermediate=32, expert_width=8, latent_rank=8, rotary_dim=2, value_dim=4)
+    ),
 }
 
 

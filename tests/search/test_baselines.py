@@ -8,9 +8,9 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
-from autoddl.costmodel.strategy import Strategy, data_parallel
+from autoddl.costmodel.strategy import Choices, Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.search.baselines import BASELINES, Baseline, baselines
+from autoddl.search.baselines import BASELINES, OF_CHOICES, Baseline, baselines, family_names
 from autoddl.zoo import Transformer, bert, gpt, llama, mlp, vgg
 from autoddl.zoo.layers import BLOCK_INPUT, GraphBuilder, linear
 
@@ -36,7 +36,29 @@ def test_members_of_one_level():
         ("summa", "r 4 x c 2"),
         ("summa", "r 2 x c 4"),
     ]
-    assert {name for name, _ in found} == set(BASELINES)
+    assert {name for name, _ in found} == set(BASELINES) - set(OF_CHOICES)
+
+
+def test_members_that_divide_parameters():
+    """Over all devices, and inside nodes; the table, which the head shares, has divided optimizer states only."""
+    members = [one for one in baselines(GPT, (2, 4), Choices((0, 1, 2, 3))) if one.name in OF_CHOICES]
+    assert [(one.name, one.mesh) for one in members] == [
+        ("zero-1", "dp 8"),
+        ("zero-2", "dp 8"),
+        ("zero-2", "dp 8, divided inside nodes"),
+        ("fsdp", "dp 8"),
+        ("fsdp", "dp 8, divided inside nodes"),
+    ]
+    inside = members[-1].strategies
+    assert inside["h.0.mlp.fc1"] == Strategy(((2, 1, 1), (4, 1, 1)), zero=3, hybrid=True)
+    assert inside["wte"] == Strategy(((2, 1, 1), (4, 1, 1)), zero=1)
+    assert inside["h.0.attn.core"] == data_parallel((2, 4))
+
+
+@pytest.mark.parametrize("shardings, names", [((0,), set(BASELINES) - set(OF_CHOICES)), ((0, 1, 2, 3), set(BASELINES))])
+def test_families_that_plans_are_compared_with(shardings, names):
+    assert set(family_names(baselines(GPT, (8,), Choices(shardings)))) == names
+    assert "fsdp" not in family_names(baselines(GPT, (1,), Choices(shardings)))
 
 
 def test_members_of_two_levels():

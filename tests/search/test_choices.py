@@ -110,7 +110,14 @@ def test_no_assignment_is_better(name, cluster, recompute):
         best = min((step for step, memory in found if memory <= limit - 2 * len(graph.layers)), default=inf)
         loosest = min((step for step, memory in found if memory <= limit), default=inf)
         options = Options(
-            batch=256, micro_batch=64, precision="float32", recompute=recompute, summa=False, memory_limit_bytes=limit
+            batch=256,
+            micro_batch=64,
+            precision="float32",
+            recompute=recompute,
+            zero="auto",
+            activations="auto",
+            summa=False,
+            memory_limit_bytes=limit,
         )
         try:
             plan = make_plan(graph, cluster, options)

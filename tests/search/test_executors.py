@@ -55,7 +55,7 @@ def axes_of(strategy: Strategy) -> list[tuple[str, int]]:
 
 
 def runs_in_a_graph(strategy: Strategy) -> bool:
-    shares = strategy.summa or strategy.positions or strategy.copies
+    shares = strategy.summa or strategy.positions or strategy.key_copies
     return not shares and min(strategy.p1, strategy.p2) == 1 and len(axes_of(strategy)) <= 2
 
 

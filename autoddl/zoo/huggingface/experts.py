@@ -123,7 +123,7 @@ def _common(config: Config) -> dict[str, Any]:
     }
 
 
-def _grouped_heads(config: Config) -> dict[str, int]:
+def _grouped_heads(config: Config) -> dict[str, Any]:
     return {
         "kv_heads": config.count("num_key_value_heads", "kv_heads"),
         "head_dim": config.count("head_dim", "head_dim"),
