@@ -166,11 +166,16 @@ class Layer:
         return f"{self.name} ({self.kind}, {kind_of(self.kind).shape_text(self)})"
 
 
-def zero_of(layer: Layer, zero: int, place: Place) -> int:
+def zero_of(layer: Layer, zero: int, place: Place, floor: int = 0) -> int:
     """The stage of ZeRO that a layer has if ``zero`` is wanted: as much as its kind and weights that layers share allow.
+
+    If the workload wants a stage of all layers (``floor``), the states of weights that stages share are divided, too, as
+    Megatron-LM and DeepSpeed do; that is priced, but not executed.
 
     >>> from .kinds.norm import norm
     >>> zero_of(norm("norm", 4, 8), 3, Place())
     2
     """
-    return min(zero, place.largest_zero, 3 if kind_of(layer.kind).gathers_weights else 2)
+    return min(
+        max(zero, floor), max(place.largest_zero, min(floor, 1)), 3 if kind_of(layer.kind).gathers_weights else 2
+    )

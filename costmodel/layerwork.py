@@ -181,7 +181,7 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
     if strategy.summa:
         return _Shares((), (), (), weights, weights + gradients + states, 0.0, 1)
     axes = strategy.copy_axes(kind.is_lookup)
-    zero = zero_of(layer, max(strategy.zero, workload.zero), place)
+    zero = zero_of(layer, strategy.zero, place, workload.zero)
     if not zero:
         gradient = all_reduce_steps(axes, gradients)
         return _Shares((), (), gradient, weights, weights + gradients + states, 0.0, 1)

@@ -269,8 +269,8 @@ class Plan(planfile.PlanFile):
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
         >>> for alternative in plan.alternatives("fc1", count=2):
         ...     print(alternative.strategy, f"{alternative.regret_s * 1e6:.2f} us")
+        (1,8,1) regathers 0.00 us
         (2,4,1) 22.60 us
-        (4,2,1) 29.96 us
         """
         explained = self.explain(count=count, layer=layer, time_limit_s=time_limit_s)
         return tuple(alternative for choice in explained.choices for alternative in choice.alternatives)

@@ -198,7 +198,7 @@ class Comparison(Result):
         >>> import autoddl
         >>> comparison = autoddl.compare("mlp:64,32,16", cluster="local-cpu", batch=16, methods=["exact"])
         >>> list(comparison.to_frame()["name"])
-        ['exact', 'data parallel', 'megatron', 'summa']
+        ['exact', 'data parallel', 'zero-1', 'zero-2', 'fsdp', 'megatron', 'summa']
         """
         from .frames import frame_of
 

@@ -61,7 +61,7 @@ def explain(view: PlanView, *, count: int = 3, layer: str | None = None, time_li
 
     >>> import autoddl
     >>> from autoddl.explain import view_of
-    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64, zero=0, activations="kept")
     >>> (choice,) = explain(view_of(plan), count=1, layer="fc1").sections[0].choices
     >>> str(choice.strategy), str(choice.alternatives[0].strategy)
     ('(1,8,1)', '(2,4,1)')

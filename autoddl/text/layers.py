@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -61,6 +62,10 @@ _WORDS = {
     "zero3": "also parameters",
     "hybrid": "gradients and parameters inside nodes only",
     "regathers": "the backward pass gathers the input again",
+    "experts": "p0 devices that divide the experts, per level",
+    "gather": "devices that share a sample's positions, and gather keys and values",
+    "ring": "devices that share a sample's positions, and pass keys and values round",
+    "copies": "devices that use the same key and value",
 }
 
 
@@ -70,7 +75,7 @@ def choices_meaning(strategies: Iterable[Strategy]) -> str:
     >>> choices_meaning([Strategy(((2, 1, 1),), zero=1)])
     'zero1: the p0 devices divide optimizer states'
     """
-    used = {word for strategy in strategies for word in strategy.words} & _WORDS.keys()
+    used = {re.split("[: ]", word)[0] for strategy in strategies for word in strategy.words} & _WORDS.keys()
     highest = max((word for word in used if word.startswith("zero")), default="")
     shown = [word for word in _WORDS if word in used or (word.startswith("zero") and word < highest)]
     return "; ".join(f"{word}: {_WORDS[word]}" for word in shown)

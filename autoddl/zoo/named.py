@@ -192,13 +192,13 @@ def build_transformer(
     Raises:
         UserError: the sizes are inconsistent, or the model has no such size.
     """
-    given = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary, "dropout": dropout}
+    given: dict[str, Any] = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary, "dropout": dropout}
     changes = {name: value for name, value in given.items() if value is not None}
     known = {field.name for field in fields(model)}
     for name, value in changes.items():
         if name not in known:
             raise UserError(f"{name}={value} does not apply to {model.name}, which has no {name}")
-    if heads is not None and getattr(model, "kv_heads", 0):
+    if heads is not None and "kv_heads" in known and model.kv_heads:
         changes["kv_heads"] = min(model.kv_heads, heads)
     model = replace(model, **changes)
     if "vocabulary" not in known:

@@ -297,7 +297,7 @@ class StageTables:
             [
                 not s.summa
                 and s.copies > 1
-                and zero_of(first, max(s.zero, floor), stage.graph.place(first.name, "none")) > 0
+                and zero_of(first, s.zero, stage.graph.place(first.name, "none"), floor) > 0
                 for s in variable.options
             ]
         )

@@ -19,7 +19,6 @@ from autoddl.zoo import resolve_model
 
 #: Options of plans that ranks do not execute, and what is said.
 REFUSED = {
-    "zero": (1, "the plan has zero=1, which is priced but not executed on ranks; plan with zero=0"),
     "gradients": (
         "master",
         "the plan has gradients='master', which is priced but not executed on ranks; plan with gradients='compute'",
@@ -86,8 +85,9 @@ def test_notes_say_what_is_executed_in_another_way():
     assert attention.startswith("attention is priced as fused, but the graph executor computes it dense")
     assert execution_notes(graph, replace(workload, attention="dense"), GRAPH) == ()
     assert execution_notes(resolve_model("mlp:8,8"), workload, GRAPH) == ()
-    refused = pricing_notes(graph, replace(workload, zero=1, activations="copied", overlap="all"))
-    assert [note.split(" is priced")[0] for note in refused] == ["zero=1", "activations=copied", "overlap=all"]
+    refused = pricing_notes(graph, replace(workload, activations="copied", overlap="all"))
+    assert [note.split(" is priced")[0] for note in refused] == ["activations=copied", "overlap=all"]
+    assert pricing_notes(graph, replace(workload, zero=1)) == ()
 
 
 def test_exported_files_have_the_notes_and_the_way_of_recomputation():

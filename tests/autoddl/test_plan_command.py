@@ -21,6 +21,7 @@ from autoddl.costmodel.distribution import Distribution
 from autoddl.costmodel.errors import UserError
 from autoddl.planfile import PlanFile, load_plan
 from autoddl.search import METHODS
+from autoddl.search.baselines import BASELINES
 from autoddl.zoo import Transformer, gpt, mlp
 
 SMALL = ["plan", "gpt:2x64", "--heads", "4", "--sequence", "32", "--vocabulary", "256", "--cluster", "gcp-a100"]
@@ -88,7 +89,7 @@ def test_document_has_what_it_should(capsys):
     assert isinstance(document["space_size"], int) and document["search_s"] > 0
     assert 1 <= document["evaluations"] < document["space_size"]
     assert all(document[name].startswith("sha256:") for name in ("graph_hash", "cluster_hash", "options_hash"))
-    assert {rival["name"] for rival in document["rivals"]} == {"data parallel", "megatron", "summa"}
+    assert {rival["name"] for rival in document["rivals"]} == set(BASELINES)
     for figures in document["rivals"]:
         assert set(figures) >= {"communication_s", "step_s", "memory_bytes"} or set(figures) == {"name", "infeasible"}
         assert figures.get("step_s", float("inf")) >= document["step_s"] * (1 - 1e-12)
@@ -268,7 +269,7 @@ def test_compare(capsys):
         assert name in out
     document = plan_json(capsys, *arguments)
     rows = {row["name"]: row for row in document["rows"]}
-    assert set(rows) == {*METHODS, "data parallel", "megatron", "summa"}
+    assert set(rows) == {*METHODS, *BASELINES}
     assert rows["exact"]["optimal"] and rows["exhaustive"]["optimal"]
     assert all(row.get("step_s", 1e9) >= document["lower_bound_s"] * (1 - 1e-9) for row in rows.values())
     some = plan_json(capsys, *arguments, "--methods", "exact,random")
@@ -496,7 +497,7 @@ def edited(document: dict, *path_and_value: object) -> dict:
         (("cluster", "device", "memory", "value", 41), "cluster was edited (cluster_hash is"),
         (("links", 0, "bandwidth", 1e9), "links was edited (links are not those of its cluster"),
         (("links", []), "links was edited (links are not those of its cluster"),
-        (("workload", "batch", 64), "workload was edited (compute_s is"),
+        (("workload", "batch", 64), "workload was edited (communication_s is"),
         (("workload", "micro_batch", 5), "micro-batch 5 does not divide"),
         (("workload", "optimizer", "sgd"), "workload was edited (compute_s is"),
         (("step_s", 1.0), "step_s was edited (step_s is 1.0, should be"),

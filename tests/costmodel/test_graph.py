@@ -21,10 +21,35 @@ MODELS = {
     "llama": llama(Transformer("llama", 2, 16, 4, 8, 32, kv_heads=2)),
     "vgg": vgg(11),
     "mixture": mixture(
-        Mixture("mixture", 2, 16, 4, 8, 32, intermediate=32, expert_width=8, shared_width=8, has_shared_gate=True)
+        Mixture(
+            "mixture",
+            2,
+            16,
+            4,
+            8,
+            32,
+            head_dim=4,
+            intermediate=32,
+            expert_width=8,
+            shared_width=8,
+            has_shared_gate=True,
+        )
     ),
     "latent": mixture(
-        Mixture("latent", 1, 16, 4, 8, 32, intermediate=32, expert_width=8, latent_rank=8, rotary_dim=2, value_dim=4)
+        Mixture(
+            "latent",
+            1,
+            16,
+            4,
+            8,
+            32,
+            head_dim=4,
+            intermediate=32,
+            expert_width=8,
+            latent_rank=8,
+            rotary_dim=2,
+            value_dim=4,
+        )
     ),
 }
 

@@ -50,9 +50,9 @@ def test_members_that_divide_parameters():
         ("fsdp", "dp 8, divided inside nodes"),
     ]
     inside = members[-1].strategies
-    assert inside["h.0.mlp.fc1"] == Strategy(((2, 1, 1), (4, 1, 1)), zero=3, hybrid=True)
+    assert inside["h.0.mlp.c_fc"] == Strategy(((2, 1, 1), (4, 1, 1)), zero=3, hybrid=True)
     assert inside["wte"] == Strategy(((2, 1, 1), (4, 1, 1)), zero=1)
-    assert inside["h.0.attn.core"] == data_parallel((2, 4))
+    assert inside["h.0.attn"] == data_parallel((2, 4))
 
 
 @pytest.mark.parametrize("shardings, names", [((0,), set(BASELINES) - set(OF_CHOICES)), ((0, 1, 2, 3), set(BASELINES))])

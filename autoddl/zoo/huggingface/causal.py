@@ -366,7 +366,7 @@ def _stablelm(config: Config) -> Decoder:
     config.refuse("qk_layernorm", False)
     config.refuse("use_parallel_residual", False)
     config.note_partial_rotary(config.get("partial_rotary_factor"))
-    biases = {"qkv_bias": config.flag("use_qkv_bias"), "norm_bias": True}
+    biases: dict[str, Any] = {"qkv_bias": config.flag("use_qkv_bias"), "norm_bias": True}
     return Decoder(**_llama_sizes(config), names=DecoderNames(), statistics=2, **biases)
 
 

@@ -85,10 +85,16 @@ def stage_plan(
     if not workload.zero:
         return plan
     places = plan.places(graph)
+    shared = next((name for name in strategies if places[name].largest_zero == 0), None)
+    if shared is not None:
+        raise UserError(
+            f"{graph[shared].describe()} shares a weight with another stage; that its optimizer states are divided by "
+            f"zero={workload.zero} is priced, but not executed on ranks; plan with zero='auto'"
+        )
     divided = {
         name: strategy
         if strategy.summa or strategy.copies == 1 or not graph[name].num_parameters
-        else dataclasses.replace(strategy, zero=zero_of(graph[name], max(strategy.zero, workload.zero), places[name]))
+        else dataclasses.replace(strategy, zero=zero_of(graph[name], strategy.zero, places[name], workload.zero))
         for name, strategy in strategies.items()
     }
     return dataclasses.replace(plan, strategies=divided)
