@@ -208,7 +208,10 @@ def make_plan(
     )
     assessment = verify(graph, cluster, best.problem.workload, claim, single_changes=False)
     cost, is_compared = assessment.cost(options.objective), is_restricted and not known
-    everything = best_of_all_strategies(find, options, best, stop) if is_compared else None
+    everything = None
+    if is_compared:
+        all_books = PriceBooks(graph, cluster, choices=replace(options, executor=EAGER).choices)
+        everything = best_of_all_strategies(_Search(all_books, limit, figures, stop), options, best, stop)
     return Planned(
         graph=graph,
         cluster=cluster,

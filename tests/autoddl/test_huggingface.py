@@ -206,7 +206,7 @@ def test_what_is_wrong_is_named(config, expected):
 
 
 @pytest.mark.parametrize(
-    "kind", ["mixtral", "qwen2_moe", "gpt_neo2", "deepseek_v2", "phi4", "qwen2_vl", "gemma3", "mt5", "starcoder2"]
+    "kind", ["olmo", "qwen3_moe", "gpt_neo2", "deepseek_vl", "phi4", "qwen2_vl", "gemma3", "mt5", "starcoder2"]
 )
 def test_other_architectures_are_no_typing_errors(kind):
     assert "did you mean" not in fault({"model_type": kind})
