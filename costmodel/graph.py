@@ -44,6 +44,8 @@ from .writing import write_document
 if TYPE_CHECKING:
     import networkx
 
+    from .strategy import Strategy
+
 __all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph", "places_of"]
 
 assert BUILT_IN  # the import registers the built-in kinds
@@ -98,6 +100,15 @@ class LayerGraph:
     def inputs(self, name: str) -> tuple[str, ...]:
         """The producers of a layer's inputs, in order; empty if the layer reads the data itself."""
         return self._inputs[name]
+
+    @cached_property
+    def reads_order(self) -> bool:
+        """Whether a layer needs the positions of a sample in order; then ranks do not share samples of causal attention."""
+        return any(kind_of(layer.kind).reads_order for layer in self.layers)
+
+    def offers(self, name: str, strategy: Strategy) -> bool:
+        """Whether a layer has a strategy that divides it in this graph."""
+        return not (strategy.positions and self.reads_order and self[name].attributes.get("causal"))
 
     def place(self, name: str, recompute: str) -> Place:
         """The place of a layer: what recomputation and the cost of the layer depend on besides the layer itself.

@@ -498,12 +498,16 @@ def _variable(
     first = graph[names[0]]
     swapped = frozenset(n for n in names if kind_of(graph[n].kind).is_lookup != kind_of(first.kind).is_lookup)
     place = graph.place(first.name, "none")
-    key = (place.largest_zero, *{(graph[name].signature(), name in swapped): None for name in names})
+    key = (place.largest_zero, graph.reads_order, *{(graph[name].signature(), name in swapped): None for name in names})
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
         options = _common_options(list(members.values()), swapped, cluster, place, offer)
         known[key] = OptionSet(
-            tuple(s for s in options if offer.allowed is None or s.plain in offer.allowed),
+            tuple(
+                s
+                for s in options
+                if graph.offers(first.name, s) and (offer.allowed is None or s.plain in offer.allowed)
+            ),
             math.gcd(*(shared_positions(offer.executor, member) for member in members.values())),
         )
     if not known[key].options:

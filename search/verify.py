@@ -156,6 +156,7 @@ def _offered(
         strategy
         for strategy in options
         if is_executable(claim.executor, strategy)
+        and graph.offers(name, strategy)
         and fitting(workload.micro_batch, strategy.p0, strategy.ranks_per_sample, positions)
     ]
 

@@ -69,6 +69,7 @@ class Experts(LayerKind):
     #: experts, only those of the best ``groups_per_token`` can be chosen.
     optional_attributes = frozenset({"sigmoid", "scaling", "groups", "groups_per_token"})
     reads_data = False
+    reads_order = True  # first choices of earlier tokens take slots first
     colour = "#e6d5f0"
 
     def shape_text(self, layer: Layer) -> str:

@@ -138,6 +138,7 @@ class LayerKind(ABC):
         attributes: names of the integers that describe such a layer. Each is at least 1.
         may_be_zero: the attributes that may be 0.
         optional_attributes: names of further integers, which a layer may have.
+        reads_order: whether its result depends on the order of positions: ranks that share samples change it (:mod:`.attention`).
         splitting: the mesh axes that can split such a layer.
         is_lookup: whether it is the product of one-hot rows with a table, whose mesh axes are in the order (p0, p2, p1)
             (:mod:`autoddl.costmodel.strategy`). Its attribute ``vocabulary`` is the number of rows of the table.
@@ -159,6 +160,7 @@ class LayerKind(ABC):
     attributes: ClassVar[tuple[str, ...]] = ()
     may_be_zero: ClassVar[frozenset[str]] = frozenset()
     optional_attributes: ClassVar[frozenset[str]] = frozenset()
+    reads_order: ClassVar[bool] = False
     splitting: ClassVar[Splitting] = Splitting.ROWS_AND_FEATURES
     is_lookup: ClassVar[bool] = False
     is_recomputed: ClassVar[bool] = True

@@ -31,6 +31,7 @@ class LatentAttention(LayerKind):
     """The core of latent attention, without its projections; always fused."""
 
     name = "latent_attention"
+    reads_order = True
     attributes = ("heads", "head_dim", "rotary_dim", "value_dim", "causal")
     may_be_zero = frozenset({"causal"})
     is_selected = True

@@ -49,7 +49,7 @@ def attend_latent(
     keys_values = keys_values.reshape(samples, sequence, heads, head_dim + value_dim)
     turned, common = queries[..., head_dim:], shared.unsqueeze(2)
     if theta is not None:
-        angles = rotary_angles(sequence, rotary_dim, theta, shared.dtype, shared.device.type)
+        angles = rotary_angles(((0, sequence),), rotary_dim, theta, shared.dtype, shared.device.type)
         cosine, sine = (angle.reshape(1, sequence, 1, rotary_dim) for angle in angles)
         turned, common = rotate(turned, cosine, sine), rotate(common, cosine, sine)
     parts = [queries[..., :head_dim], turned, keys_values[..., :head_dim]]

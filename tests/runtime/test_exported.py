@@ -190,7 +190,7 @@ def users_case(graph: LayerGraph, level_sizes: tuple[int, ...], seed: int, **wor
     """One of the users' models at random strategies."""
     rng, strategies = random.Random(seed), {}
     for layer in graph.layers:
-        options = [s for s in enumerate_strategies(layer, level_sizes) if 8 % s.p0 == 0]
+        options = [s for s in enumerate_strategies(layer, level_sizes) if s.fits(layer, 8)]
         strategies[layer.name] = rng.choice(options)
     return Case(BuiltIn("", MLPSizes(())), strategies, Workload(16, 8, "float32", **workload))
 

@@ -20,7 +20,8 @@ available = is_available()
 pytestmark = pytest.mark.skipif(not available, reason=available.reason)
 
 GPT = Transformer("gpt", layers=2, width=16, heads=4, sequence=8, vocabulary=32)
-LLAMA = Transformer("llama", 2, 16, 4, 8, 32, intermediate=24, kv_heads=2, activation="silu", tied=False)
+#: Keys of 4 features cannot be divided into slices for 3 query heads.
+LLAMA = Transformer("llama", 2, 24, 6, 8, 32, intermediate=24, kv_heads=2, activation="silu", tied=False)
 QKV = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
 
 
@@ -40,7 +41,7 @@ def gpt_module() -> Any:
 def llama_module() -> Any:
     from autoddl.pipelines.runtime import models
 
-    return models.Llama(2, 16, 4, 32, 24, kv_heads=2)
+    return models.Llama(2, 24, 6, 32, 24, kv_heads=2)
 
 
 def weights_of(module: Any, graph: LayerGraph, plan: StagePlan) -> Any:

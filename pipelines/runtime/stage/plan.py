@@ -185,9 +185,15 @@ def is_mirrored(graph: LayerGraph, strategies: Mapping[str, Strategy]) -> bool:
     Args:
         graph: The layer graph.
         strategies: Strategies of all layers, of all stages.
+
+    Raises:
+        UserError: Another layer needs the positions in their order.
     """
     sharing = (name for name, strategy in strategies.items() if strategy.positions)
-    return any(graph[name].attributes.get("causal") for name in sharing)
+    first = next((name for name in sharing if graph[name].attributes.get("causal")), None)
+    if first is not None and graph.reads_order:
+        raise UserError(f"{graph[first].describe()}: ranks share samples, whose positions other layers need in order")
+    return first is not None
 
 
 def check_input_shape(graph: LayerGraph, layer: Layer, strategy: Strategy) -> None:

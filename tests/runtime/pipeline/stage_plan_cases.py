@@ -72,7 +72,8 @@ def random_plan(
             offered = list(enumerate_strategies(layer, sizes, choices=ALL_CHOICES, place=places[layer]))
             # Of each division of the layer all ways are equally likely; most of them should divide samples.
             offered = [strategy for strategy in offered if strategy.p0 > 1 or not layer.num_parameters] or offered
-        strategies[layer.name] = rng.choice([strategy for strategy in offered if rows % strategy.p0 == 0])
+        whole = [strategy for strategy in offered if rows % strategy.p0 == 0 and not strategy.positions]
+        strategies[layer.name] = rng.choice(whole)
     for layer in layers:
         for parameter in layer.parameters:
             if divided_in is not None and parameter.tied_to in strategies:
