@@ -26,6 +26,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph_meshes import EAGER, family_of
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
+from autoddl.costmodel.strategy import Choices
 from autoddl.pipelines.joint.evaluation import Evaluation, workload_of_stage
 
 from .searched import StrategySpace
@@ -111,11 +112,15 @@ def _priced_space(
 
     if space is not None:
         return priced(space)
-    has_summa = any(strategy.summa for strategy in choice.strategies.values())
+    # The space of a plan that was edited is not known; it has at least what the plan makes use of.
+    used = choice.strategies.values()
+    has_summa = any(strategy.summa for strategy in used)
+    shardings = (0, 1, 2, 3) if any(strategy.zero for strategy in used) else (0,)
+    choices = Choices(shardings, any(strategy.regathers for strategy in used))
     try:
-        return priced(StrategySpace(False, has_summa, executor))
+        return priced(StrategySpace(False, has_summa, executor, choices))
     except UserError:  # tied layers have different strategies
-        return priced(StrategySpace(True, has_summa, executor))
+        return priced(StrategySpace(True, has_summa, executor, choices))
 
 
 def _with_in_flight(problem: Problem, book: PriceBook, num_in_flight: float) -> Problem:

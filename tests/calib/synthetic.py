@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoddl.calib.measurements import Sample
+from autoddl.calib.measurements import COLLECTIVES, Sample
 from autoddl.costmodel.collectives import Collective
 
+#: The collectives that calibration measures.
+MEASURED = tuple(collective for collective in Collective if collective.value in COLLECTIVES)
 SIZES = tuple(4**k for k in range(6, 13))
 
 
@@ -29,7 +31,7 @@ def samples_of(
     found = []
     for job in jobs:
         for group in (p for p in (2, 4, 8) if p <= job):
-            for collective in Collective:
+            for collective in MEASURED:
                 for size in sizes:
                     times = seconds(collective, group, size, job) * (1 + noise * rng.standard_normal(repetitions))
                     slow = rng.random(repetitions) < outliers
