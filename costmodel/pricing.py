@@ -427,11 +427,8 @@ class PriceBook:
             if owner[source] != owner[target]:
                 layer = self.graph[source]
                 is_repeated = repeats_redistributions(self.workload, self.graph.place(target, self.workload.recompute))
-                tensor = (
-                    edge_shape(layer, 1)[1],
-                    layer.output_elements,
-                    is_repeated,
-                )  # rows per sample: their quotient
+                # The rows of a sample are the quotient of its elements and its features.
+                tensor = (edge_shape(layer, 1)[1], layer.output_elements, is_repeated)
                 edges.setdefault((owner[source], owner[target]), Counter())[tensor] += 1
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 

@@ -10,7 +10,7 @@ from ..decoders import Decoder, DecoderNames
 from ..transformers import Transformer
 from .config import Config
 
-__all__ = ["DEFAULTS", "READERS"]
+__all__ = ["DEFAULTS", "READERS", "common_sizes"]
 
 _LLAMA = {
     "vocab_size": 32000,
@@ -264,7 +264,7 @@ _SANDWICH = DecoderNames(
 )
 
 
-def _common(config: Config) -> dict[str, Any]:
+def common_sizes(config: Config) -> dict[str, Any]:
     """The sizes whose fields have the names that most configurations use."""
     return {
         "name": config.name,
@@ -281,7 +281,7 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
     """The sizes of configurations like LLaMA's, without biases."""
     config.note_rotary()
     return {
-        **_common(config),
+        **common_sizes(config),
         "intermediate": config.count("intermediate_size", "intermediate"),
         "kv_heads": config.count("num_key_value_heads", "kv_heads"),
         "head_dim": config.count("head_dim", "head_dim"),
@@ -391,7 +391,7 @@ def _gpt_neox(config: Config) -> Decoder:
     config.note_partial_rotary(config.get("rotary_pct"))
     bias = config.flag("attention_bias")
     return Decoder(
-        **_common(config),
+        **common_sizes(config),
         **{**_WITH_BIASES, "qkv_bias": bias, "output_bias": bias},
         names=_NEOX,
         intermediate=config.count("intermediate_size", "intermediate"),
@@ -437,7 +437,7 @@ def _opt(config: Config) -> Decoder:
     config.refuse("do_layer_norm_before", True)
     config.refuse("_remove_final_layer_norm", False)
     config.refuse("layer_norm_elementwise_affine", True)
-    sizes = _common(config)
+    sizes = common_sizes(config)
     config.refuse("word_embed_proj_dim", sizes["width"], None)
     bias = config.flag("enable_bias")
     return Decoder(
@@ -473,7 +473,7 @@ def _bloom(config: Config) -> Decoder:
 
 
 def _falcon(config: Config) -> Decoder:
-    sizes = _common(config)
+    sizes = common_sizes(config)
     is_new, bias = config.flag("new_decoder_architecture"), config.flag("bias")
     parallel = is_new or config.flag("parallel_attn")
     if config.flag("alibi"):

@@ -8,6 +8,7 @@ from typing import Any
 from autoddl.costmodel.limits import MAX_SIZES
 
 from ..mixtures import Mixture
+from .causal import common_sizes
 from .config import Config
 
 __all__ = ["DEFAULTS", "READERS"]
@@ -110,15 +111,9 @@ def _common(config: Config) -> dict[str, Any]:
     config.refuse("hidden_act", "silu", "swish")
     config.note_rotary()
     return {
-        "name": config.name,
-        "layers": config.count("num_hidden_layers", "layers"),
-        "width": config.count("hidden_size", "width"),
-        "heads": config.count("num_attention_heads", "heads"),
-        "sequence": config.count("max_position_embeddings", "sequence"),
-        "vocabulary": config.count("vocab_size", "vocabulary"),
+        **common_sizes(config),
         "intermediate": config.count("intermediate_size", "intermediate"),
         "activation": "silu",
-        "tied": config.flag("tie_word_embeddings"),
         "per_token": _given(config, "num_experts_per_tok"),
     }
 
