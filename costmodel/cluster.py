@@ -36,6 +36,8 @@ from functools import cache, cached_property
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .calibration import Calibration, calibration_from_fields, interval_of
 from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
@@ -94,12 +96,20 @@ class Link:
         """
         if not (self.groups or self.collectives or self.copies):  # the usual case; a plan calls this thousands of times
             return step.messages * self.latency_s, step.sent_bytes / self.bandwidth
-        own = self.groups.get((step.collective, step.axis.size)) if self.groups else None
-        if own is not None:
-            return step.messages * own[0], step.sent_bytes / own[1]
-        latency_s, bandwidth = self.collectives.get(step.collective, (self.latency_s, self.bandwidth))
-        copy = self.copies.get(step.collective, 0.0)
+        size: Any = step.axis.size
+        if isinstance(size, np.ndarray) and self.groups:  # a group of strategies
+            known = {one: self._terms(step.collective, one) for one in set(size.tolist())}
+            latency_s, bandwidth, copy = np.array([known[one] for one in size.tolist()]).T
+        else:
+            latency_s, bandwidth, copy = self._terms(step.collective, size)
         return step.messages * latency_s, step.sent_bytes / bandwidth + step.nbytes * copy
+
+    def _terms(self, collective: Collective, size: Any) -> tuple[float, float, float]:
+        """(latency_s, bandwidth, copies) of a collective in groups of one size."""
+        own = self.groups.get((collective, size)) if self.groups else None
+        if own is not None:
+            return (*own, 0.0)
+        return *self.collectives.get(collective, (self.latency_s, self.bandwidth)), self.copies.get(collective, 0.0)
 
     def message_time(self, messages: float, nbytes: float) -> float:
         """Seconds of messages from one device to another, ``nbytes`` in total.
@@ -251,11 +261,6 @@ class Cluster:
     def level_sizes(self) -> tuple[int, ...]:
         """The size of each of :attr:`levels`."""
         return tuple(level.size for level in self.levels)
-
-    @property
-    def size_dependent_levels(self) -> tuple[bool, ...]:
-        """For each of :attr:`levels`, whether its link has separate terms for some group sizes."""
-        return tuple(bool(level.link.groups) for level in self.levels)
 
     @property
     def default_precision(self) -> str:

@@ -13,6 +13,8 @@ attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
+batch_norm   features, synchronised (whether the statistics are those of the samples of all ranks)
+pool         kernel_size, stride, padding, maximum (whether it takes the largest element of a window, not the mean)
 loss         vocabulary: cross entropy of logits that may be split along the vocabulary
 opaque       optionally products (number of kernels that compute its FLOPs): any other layer; it can be split along the
              batch only

@@ -61,6 +61,7 @@ __all__ = [
     "SAMPLES",
     "GraphMesh",
     "are_one_family",
+    "executes",
     "families_of",
     "family_of",
     "graph_mesh",
@@ -238,6 +239,12 @@ def is_executable(executor: str, strategy: Strategy) -> bool:
     return mesh is not None and (not family or str(mesh) in family)
 
 
+def executes(executor: str, layer: Layer, strategy: Strategy) -> bool:
+    """Whether an executor can execute a layer at a strategy; a graph does not split the channels of images."""
+    splits_channels = layer.is_image and strategy.p1 * strategy.p2 > 1
+    return is_executable(executor, strategy) and (not splits_channels or executor.split("|")[0] == EAGER)
+
+
 def shared_positions(executor: str, layer: Layer) -> int:
     """The number of positions of a sample that any number of ranks may share (:meth:`.LayerKind.positions`); 1 in a graph.
 
@@ -259,8 +266,10 @@ def why_not_executable(executor: str, graph: LayerGraph, strategies: Mapping[str
         return ""
     for layer in graph.layers:
         strategy = strategies[layer.name]
-        if not is_executable(executor, strategy):
-            reason = why_not_graph(strategy) or "its mesh is of another family"
+        if not executes(executor, layer, strategy):
+            reason = why_not_graph(strategy) or (
+                "it splits channels" if layer.is_image else "its mesh is of another family"
+            )
             return f"executor {name!r} cannot execute {layer.name} at {strategy}: {reason}"
     meshes = {layer: graph_mesh(strategy) for layer, strategy in strategies.items()}
     for source, target in graph.edges:

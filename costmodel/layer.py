@@ -109,6 +109,11 @@ class Layer:
         return sum(p.num_elements for p in self.parameters if p.tied_to is None)
 
     @property
+    def is_image(self) -> bool:
+        """Whether the layer reads and writes images: (channels, height, width)."""
+        return len(self.input_shape) == len(self.output_shape) == 3
+
+    @property
     def rows(self) -> int:
         """Rows per sample: the sequence length of a transformer, 1 for a perceptron."""
         return prod(self.output_shape[:-1])

@@ -47,7 +47,7 @@ class LayoutPrices:
 
     def costs(
         self,
-        tensor: tuple[int, int],
+        tensor: Sequence[int],
         sources: tuple[RowsAndFeatures, ...],
         targets: tuple[RowsAndFeatures, ...],
         workload: Workload,
@@ -67,7 +67,7 @@ class LayoutPrices:
 
     def phases(
         self,
-        tensor: tuple[int, int],
+        tensor: Sequence[int],
         sources: tuple[RowsAndFeatures, ...],
         targets: tuple[RowsAndFeatures, ...],
         workload: Workload,
@@ -75,22 +75,25 @@ class LayoutPrices:
         """Seconds per micro-batch of the forward and of the backward pass, between every pair of layouts; inf without a route.
 
         Args:
-            tensor: (features, elements per sample).
+            tensor: (features of a whole sample's rows, features of a row that ranks may have alone, elements per sample). The two
+                differ for images, which are one row of all elements, or rows of a pixel's channels.
             sources, targets: layouts whose numbers of row slices divide the micro-batch, or its positions.
 
         Returns:
             Two arrays of shape (sources, targets).
         """
-        features, elements = tensor
+        whole_features, row_features, elements = tensor
         samples = workload.micro_batch
         table = self._table(sources, targets)
         prices = table[:, :, :4].copy()
         # Ranks that share the positions of a sample at one of the ends hold rows, not whole samples.
         slices = [np.array([math.prod(p0 for p0, _ in end) for end in ends]) for ends in (sources, targets)]
-        rows = np.where(np.maximum.outer(*slices) > samples, samples * (elements // features), samples)
+        is_shared = np.maximum.outer(*slices) > samples
+        rows = np.where(is_shared, samples * (elements // row_features), samples)
+        features = np.where(is_shared, row_features, whole_features)
         undivided = (rows % table[:, :, 4] != 0) | (features % table[:, :, 5] != 0)
         for a, b in zip(*np.nonzero(undivided)):
-            prices[a, b] = self._price(sources[a], targets[b], (int(rows[a, b]), features))[:4]
+            prices[a, b] = self._price(sources[a], targets[b], (int(rows[a, b]), int(features[a, b])))[:4]
         nbytes = float(samples * elements * workload.itemsize)
         return prices[:, :, 0] + nbytes * prices[:, :, 1], prices[:, :, 2] + nbytes * prices[:, :, 3]
 

@@ -9,6 +9,7 @@ bfloat16      bfloat16  float32  bfloat16       GPUs from compute capability 8.0
 fp8           bfloat16  float32  bfloat16       as bfloat16, but products of linear layers round their factors to 8 bits
 mixed-cpu     float32   float64  float32        stand-in for mixed on CPU ranks, which lack half-precision kernels
 bfloat16-cpu  float32   float64  float32        the same for bfloat16
+float64       float64   float64  float64        comparisons on CPU ranks of models that amplify rounding errors
 ============  ========  =======  =============  ============================================================================
 
 - Compute type: activations, the weights in products, and the gradients of both.
@@ -104,6 +105,7 @@ _STAND_INS = {
     for name, types in PRECISIONS.items()
     if types.has_masters
 }
+_STAND_INS["float64"] = Precision("float64", "float64", "float64", "float64", rate="float32")
 
 
 def precision_of(name: str) -> Precision:

@@ -30,7 +30,7 @@ from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph, Place
-from .graph_meshes import EAGER, is_executable, shared_positions
+from .graph_meshes import EAGER, executes, shared_positions
 from .kinds.registry import kind_of
 from .layerwork import layer_work, repeats_redistributions
 from .layoutprices import LayoutPrices, communication_time
@@ -94,15 +94,23 @@ def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
 def moved_shape(producer: Layer, slices: int, samples: int) -> tuple[int, int]:
     """The shape in which a tensor of ``samples`` samples is redistributed: that of :func:`edge_shape`, or its rows and features.
 
-    Ranks that share the positions of a sample hold rows, not whole samples.
+    Ranks that share the positions of a sample hold rows, not whole samples.  The rows of an image are its pixels, and their
+    features its channels.
 
     Args:
         producer: the layer whose output it is.
         slices: the larger p0 of both ends.
         samples: samples of the tensor.
     """
-    whole, features = edge_shape(producer, samples)
-    return (whole if slices <= samples else whole * (producer.output_elements // features), features)
+    if slices <= samples:
+        return edge_shape(producer, samples)
+    features = row_features(producer)
+    return samples * (producer.output_elements // features), features
+
+
+def row_features(producer: Layer) -> int:
+    """The features of a row of the tensor on an edge; those of a pixel of an image are its channels."""
+    return producer.features if len(producer.output_shape) <= 2 else producer.output_shape[0]
 
 
 def edge_steps(
@@ -355,8 +363,8 @@ class PriceBook:
             if key not in known:
                 (sources, rows), (targets, cols) = option_sets[i].layouts, option_sets[j].layouts
                 ways = [
-                    (count, repeated, self._moves.phases((features, elements), sources, targets, workload))
-                    for (features, elements, repeated), count in tensors
+                    (count, repeated, self._moves.phases(tensor, sources, targets, workload))
+                    for (*tensor, repeated), count in tensors
                 ]
                 forward = sum(count * there for count, _, (there, _) in ways)
                 backward = sum(count * (back + there if again else back) for count, again, (there, back) in ways)
@@ -401,7 +409,12 @@ class PriceBook:
         if self._working[batch]:
             return nearest_that_work("micro-batch", micro_batch, self._working[batch])
         given = micro_batch if self._divides(micro_batch) else 1
-        batches = nearest_batches(batch, self._divides, self.cluster.num_devices, given)
+
+        def works(other: int) -> bool:
+            # Samples that ranks share divide the ranks, so that a batch may only work in smaller micro-batches.
+            return any(self._divides(size) for size in divisors(other))
+
+        batches = nearest_batches(batch, works, self.cluster.num_devices, given)
         return nearest_that_work("batch", batch, batches)
 
     def _narrow(self, option_set: OptionSet, kept: np.ndarray) -> OptionSet:
@@ -414,21 +427,21 @@ class PriceBook:
     # ------------------------------------------------------------------------------------------------------------- edges
 
     @cached_property
-    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int, bool], int], ...]]:
+    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int, int, bool], int], ...]]:
         """For each ordered pair of variables, their edges' tensors and the count of each.
 
-        A tensor is (features, elements per sample, whether recomputation redistributes it again).
+        A tensor is (features of a sample's only row, or of each row; features of a row; elements per sample; whether recomputation
+        redistributes it again).
 
         Edges inside one variable cost nothing: both ends have the same layout (a transposed strategy has the same p0).
         """
         owner = {name: i for i, variable in enumerate(self.variables) for name in variable.layers}
-        edges: dict[tuple[int, int], Counter[tuple[int, int, bool]]] = {}
+        edges: dict[tuple[int, int], Counter[tuple[int, int, int, bool]]] = {}
         for source, target in self.graph.edges:
             if owner[source] != owner[target]:
                 layer = self.graph[source]
                 is_repeated = repeats_redistributions(self.workload, self.graph.place(target, self.workload.recompute))
-                # The rows of a sample are the quotient of its elements and its features.
-                tensor = (edge_shape(layer, 1)[1], layer.output_elements, is_repeated)
+                tensor = (edge_shape(layer, 1)[1], row_features(layer), layer.output_elements, is_repeated)
                 edges.setdefault((owner[source], owner[target]), Counter())[tensor] += 1
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 
@@ -440,11 +453,8 @@ class PriceBook:
             if key not in known:
                 (sources, rows), (targets, cols) = columns[i].option_set.layouts, columns[j].option_set.layouts
                 between = sum(
-                    count
-                    * self._moves.costs(
-                        (features, elements), sources, targets, workload, is_repeated, self.exposure.backward
-                    )
-                    for (features, elements, is_repeated), count in tensors
+                    count * self._moves.costs(tensor, sources, targets, workload, is_repeated, self.exposure.backward)
+                    for (*tensor, is_repeated), count in tensors
                 )
                 known[key] = ClassCosts(np.asarray(between), rows, cols)
             edges.append(Edge(i, j, known[key]))
@@ -525,11 +535,11 @@ def _common_options(
     is_alone = len(members) == 1
     choices = offer.choices if is_alone else replace(offer.choices, regathers=False)
     every = enumerate_strategies(members[0], cluster.level_sizes, offer.summa and is_alone, choices, place)
-    options = [strategy for strategy in every if is_executable(offer.executor, strategy)]
+    options = [strategy for strategy in every if executes(offer.executor, members[0], strategy)]
     for layer in members[1:]:
         # The first layer owns the weight that they share, and decides how its states are divided.
         every = enumerate_strategies(layer, cluster.level_sizes)
-        offered = {strategy.splits for strategy in every if is_executable(offer.executor, strategy)}
+        offered = {strategy.splits for strategy in every if executes(offer.executor, layer, strategy)}
         options = [s for s in options if (transposed(s) if layer.name in swapped else s).splits in offered]
     return tuple(options)
 
@@ -621,7 +631,7 @@ def _price_layer(book: PriceBook, layer: Layer, variable: Variable, place: Place
     cluster, precision = book.cluster, book.workload.precision
     strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
     columns = np.zeros((15, len(strategies)))
-    for group in group_strategies(strategies, cluster.size_dependent_levels):
+    for group in group_strategies(strategies):
         work = layer_work(layer, group, book.workload, VARIABLE, place)
         times = (
             cluster.exposed_part(work) * communication_time(cluster, work.forward),

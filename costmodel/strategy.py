@@ -57,6 +57,7 @@ from .sbp import Broadcast, SBPState, Split
 
 __all__ = [
     "PLAIN",
+    "PRODUCT",
     "Choices",
     "Strategy",
     "StrategyGroup",
@@ -69,6 +70,8 @@ __all__ = [
 ]
 
 Split3 = tuple[int, int, int]
+#: The names in :meth:`Strategy.sbp` of the tensors of the product; the others are stored.
+PRODUCT = ("input", "weight", "output")
 
 
 @dataclass(frozen=True)
@@ -235,19 +238,29 @@ class Strategy:
         return shard_axes(self.copy_axes(embedding), self.hybrid)
 
     def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
-        """The distributions of ``input``, ``weight`` and ``output`` of the product, as in the table of the module's docstring.
+        """The distributions of ``input``, ``weight`` and ``output`` of the product, as in the table of the module's docstring, and
+        of what is stored: of the ``parameter`` between the passes, of its ``gradient`` and of its optimizer ``state``.
 
         The axes are in the order (p0, p1, p2) for every kind of layer, including axes of size 1, so that the entries match the
-        printed strategy.  ``weight`` is None for a layer without weights.  The result is for display.  :meth:`axes` gives the
+        printed strategy.  ``weight`` and what is stored are None for a layer without weights.  What p0 devices divide of it
+        (``zero``) is shown as S0 on their axis, although shards divide the elements of a tensor as one vector; experts are a part
+        of p0 of their own.  The result is for display.  :meth:`axes` gives the
         actual order of ranks (p2 is outside p1 for an embedding), and :attr:`activations` the layout between layers.
         """
         input_states, weight_states, output_states = kind_of(layer.kind).states
         if self.summa:
             input_states = weight_states = output_states = (Split(0), Split(1), Broadcast())
+        stored = {"parameter": 3, "gradient": 2, "state": 1}
         return {
             "input": self._on_mesh(input_states),
             "weight": self._on_mesh(weight_states) if layer.parameters else None,
             "output": self._on_mesh(output_states),
+            **{
+                name: self._stored(weight_states, self.zero >= zero, self.hybrid and zero > 1)
+                if layer.parameters
+                else None
+                for name, zero in stored.items()
+            },
         }
 
     def divides(self, layer: Layer) -> bool:
@@ -275,6 +288,17 @@ class Strategy:
         [True, True, False, False]
         """
         return bool(fitting(samples, self.p0, self.ranks_per_sample, kind_of(layer.kind).positions(layer)))
+
+    def _stored(self, states: Sequence[SBPState], is_divided: bool, inside_nodes: bool) -> Distribution:
+        """The distribution of what is stored of a weight with these states, and may be divided over its copies along p0."""
+        levels: list[list[tuple[int, SBPState]]] = []
+        for level, split in enumerate(self.splits):
+            parts = self.experts[level] if self.experts else 1
+            divides = is_divided and not (inside_nodes and level == 0)
+            of_experts: list[tuple[int, SBPState]] = [(parts, Split(0))] if self.experts else []
+            copies = (split[0] // parts, Split(0) if divides else states[0])
+            levels.append([copies, *of_experts, *zip(split[1:], states[1:])])
+        return Distribution.on_mesh(levels)
 
     def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
         return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
@@ -337,13 +361,11 @@ class StrategyGroup:
         indices: indices of the strategies in the sequence that was grouped, shape (strategies,).
         splits: (p0, p1, p2) per strategy and level, shape (strategies, levels, 3).
         choices: the attributes of all of them but the splits (:attr:`Strategy.choices`).
-        same_size: for each network level, whether all strategies have the same splits on it.
     """
 
     indices: np.ndarray
     splits: np.ndarray
     choices: Strategy
-    same_size: tuple[bool, ...]
 
     @property
     def summa(self) -> bool:
@@ -437,25 +459,21 @@ class StrategyGroup:
         return np.maximum(self.p0, self.p1)
 
     def axes(self, which: int, embedding: bool = False) -> tuple[Axis, ...]:
-        """Like :meth:`Strategy.axes`; sizes are arrays, or one number on a level that is ``same_size``.  Strides are undefined."""
-        axes: list[Any] = []
-        for level, is_sized in enumerate(self.same_size):
-            sizes = self.splits[:, level, which]
-            if sizes[0] > 1:
-                axes.append(Axis(cast(int, int(sizes[0]) if is_sized else sizes), 0, level))
-        return tuple(axes)
+        """Like :meth:`Strategy.axes`; sizes are arrays.  Strides are undefined."""
+        sizes = self.splits[:, :, which]
+        return tuple(
+            Axis(cast(int, sizes[:, level]), 0, level) for level in range(sizes.shape[1]) if sizes[0, level] > 1
+        )
 
 
-def group_strategies(strategies: Sequence[Strategy], same_size: tuple[bool, ...]) -> Iterator[StrategyGroup]:
-    """Group strategies that run the same steps.
+def group_strategies(strategies: Sequence[Strategy]) -> Iterator[StrategyGroup]:
+    """Group strategies that run the same steps: the same of their axes are longer than 1, and they have the same choices.
 
     Args:
         strategies: all on the same number of levels.
-        same_size: for each level, whether strategies of a group must have equal splits on it, because the price formula of a step
-            depends on the size of the axis.  On other levels only the places of axes longer than 1 must be equal.
     """
     splits = np.array([strategy.splits for strategy in strategies])
-    pattern = np.where(np.array(same_size)[None, :, None], splits, splits > 1).reshape(len(strategies), -1)
+    pattern = (splits > 1).reshape(len(strategies), -1)
     groups: dict[tuple[bytes, Strategy, tuple[bool, ...]], list[int]] = {}
     for index, row in enumerate(pattern):
         strategy = strategies[index]
@@ -463,7 +481,7 @@ def group_strategies(strategies: Sequence[Strategy], same_size: tuple[bool, ...]
         groups.setdefault((row.tobytes(), strategy.choices, has_copies), []).append(index)
     for (_, choices, _), members in groups.items():
         indices = np.array(members)
-        yield StrategyGroup(indices, splits[indices], choices, same_size)
+        yield StrategyGroup(indices, splits[indices], choices)
 
 
 @cache

@@ -24,7 +24,7 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.graph_meshes import EAGER, are_one_family, is_executable, shared_positions, why_not_executable
+from autoddl.costmodel.graph_meshes import EAGER, are_one_family, executes, shared_positions, why_not_executable
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
@@ -155,7 +155,7 @@ def _offered(
     return [
         strategy
         for strategy in options
-        if is_executable(claim.executor, strategy)
+        if executes(claim.executor, graph[name], strategy)
         and graph.offers(name, strategy)
         and fitting(workload.micro_batch, strategy.p0, strategy.ranks_per_sample, positions)
     ]
@@ -170,7 +170,7 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
             offered = _offered(graph, cluster, workload, layer.name, claim, claim.summa)
             known[key] = min(
                 float(np.min(_cost_of(graph, cluster, workload, layer.name, group, claim.objective)))
-                for group in group_strategies(offered, cluster.size_dependent_levels)
+                for group in group_strategies(offered)
             )
         total += known[key]
     return total

@@ -47,6 +47,7 @@ class PricingOptions(TypedDict, total=False):
         nodes, devices_per_node: Size of the cluster; by default as many nodes as tp, pp and dp need, or without dp that of the
             cluster's description.
         latency_s, bandwidth: Latency [s] and bandwidth per device [bytes/s] of every link; by default those of the cluster.
+        capacity_factor, batch_norm: As in :func:`autoddl.plan`.
         heads, sequence, vocabulary: Number of attention heads, sequence length and vocabulary size of a built-in transformer; by
             default those of the model.
         batch: Samples per training step over all devices; by default 8 per device.
@@ -69,6 +70,8 @@ class PricingOptions(TypedDict, total=False):
     heads: int | None
     sequence: int | None
     vocabulary: int | None
+    capacity_factor: float | None
+    batch_norm: str | None
     batch: int | None
     precision: str | None
     optimizer: str
@@ -98,6 +101,7 @@ def price(
     dp: int | None = None,
     interleave: int = 1,
     schedule: str = "1f1b",
+    ep: int = 1,
     micro_batch: int = 1,
     recompute: str = "none",
     sequence_parallel: bool | None = None,
@@ -115,6 +119,7 @@ def price(
             the cluster.  Devices are in Megatron-LM's order: tensor parallel groups are neighbours, stages are outermost.
         interleave: Chunks of the model on each stage's devices.
         schedule: ``1f1b``, ``gpipe``, ``zero-bubble`` or ``chimera``.
+        ep: Parts that the experts of a mixture are divided into, over neighbours among the replicas (expert parallelism).
         micro_batch: Samples per forward pass and replica, as Megatron-LM's; a forward pass over all replicas has dp times as many.
         recompute: ``none``, ``selective`` (attention) or ``full`` (blocks), as Megatron-LM's; or ``layers``, ``blocks`` or
             ``blocks:K`` (the first K blocks of each stage; with ``interleave`` of each chunk).
@@ -136,17 +141,23 @@ def price(
     True
     """
     if from_megatron is not None:
-        degrees = {"tp": tp, "pp": pp, "dp": dp, "interleave": interleave, "schedule": schedule}
+        degrees = {"tp": tp, "pp": pp, "dp": dp, "interleave": interleave, "schedule": schedule, "ep": ep}
         words = {"micro_batch": micro_batch, "recompute": recompute, "sequence_parallel": sequence_parallel}
         return _price_megatron(from_megatron, cluster, (model, inputs), {**degrees, **words, **options})
     if model is None:
         raise UserError("price needs a model, or the flags of Megatron-LM: from_megatron='args.txt'")
     check_recomputation(recompute, tuple(RECOMPUTE_WORDS))
     graph = graph_of(
-        model, inputs, heads=options["heads"], sequence=options["sequence"], vocabulary=options["vocabulary"]
+        model,
+        inputs,
+        heads=options["heads"],
+        sequence=options["sequence"],
+        vocabulary=options["vocabulary"],
+        capacity_factor=options["capacity_factor"],
+        batch_norm=options["batch_norm"],
     )
     devices = _devices(cluster, tp, pp, dp, options)
-    layout = UniformLayout(tp, pp, _replicas(devices, tp, pp) if dp is None else dp, interleave, schedule)
+    layout = UniformLayout(tp, pp, _replicas(devices, tp, pp) if dp is None else dp, interleave, schedule, ep)
     chosen: dict[str, Any] = {
         name: options[name] for name in ("optimizer", "attention", "gradients", "zero", "overlap")
     }  # type: ignore[literal-required]
@@ -172,6 +183,7 @@ def _price_megatron(
         "pp": 1,
         "interleave": 1,
         "schedule": "1f1b",
+        "ep": 1,
         "micro_batch": 1,
         "recompute": "none",
     }

@@ -38,6 +38,8 @@ def graph_of(
     sequence: int | None = None,
     vocabulary: int | None = None,
     dropout: bool = False,
+    capacity_factor: float | None = None,
+    batch_norm: str | None = None,
 ) -> LayerGraph:
     """Return the layer graph of a model (see :func:`autoddl.plan` for the arguments).
 
@@ -45,14 +47,15 @@ def graph_of(
         UserError: If the name is unknown, a file is malformed, an argument does not apply to this model, or the inputs of a module
             are missing.
     """
-    from ..zoo import resolve_model
+    from ..zoo import resolve_model, with_batch_norms
 
     sizes = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
     if isinstance(model, (str, os.PathLike)):
         if inputs is not None:
             raise UserError(f"inputs are for modules; model {os.fspath(model)!r} has its own")
-        return resolve_model(os.fspath(model), **sizes, dropout=dropout)
-    for size, value in sizes.items():
+        words = {"capacity_factor": capacity_factor, "batch_norm": batch_norm}
+        return resolve_model(os.fspath(model), **sizes, dropout=dropout, **words)  # type: ignore[arg-type]
+    for size, value in {**sizes, "capacity_factor": capacity_factor}.items():
         if value is not None:
             raise UserError(f"{size} {value} is for built-in transformers, not for a {type(model).__name__}")
     if dropout:
@@ -60,8 +63,9 @@ def graph_of(
     if isinstance(model, LayerGraph):
         if inputs is not None:
             raise UserError(f"inputs are for modules; the graph {model.name} needs none")
-        return model
-    return extract(model, inputs)
+        return model if batch_norm is None else with_batch_norms(model, batch_norm)
+    graph = extract(model, inputs)
+    return graph if batch_norm is None else with_batch_norms(graph, batch_norm)
 
 
 def cluster_of(

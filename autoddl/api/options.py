@@ -36,6 +36,8 @@ class PlanningOptions(TypedDict, total=False):
         heads, sequence, vocabulary: Number of attention heads, sequence length and vocabulary size of a built-in transformer; by
             default those of the model.
         dropout: Whether a built-in transformer has dropouts.
+        capacity_factor: Slots of an expert of a mixture, as a multiple of its share of a balanced load; by default the model's own.
+        batch_norm: Samples whose statistics batch norms use, ``local`` (of each device) or ``all``; by default as the model says.
         batch: Samples per training step over all devices; by default 8 per device.
         micro_batch: Samples per forward pass over all devices (of a stage, with a pipeline); by default chosen by the search.
         precision: ``float32``, ``mixed``, ``bfloat16`` or ``fp8``; by default the usual precision of the device.
@@ -74,6 +76,8 @@ class PlanningOptions(TypedDict, total=False):
     sequence: int | None
     vocabulary: int | None
     dropout: bool
+    capacity_factor: float | None
+    batch_norm: str | None
     batch: int | None
     micro_batch: int | None
     precision: str | None

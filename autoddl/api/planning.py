@@ -122,6 +122,8 @@ def _graph_and_cluster(
         sequence=options["sequence"],
         vocabulary=options["vocabulary"],
         dropout=options["dropout"],
+        capacity_factor=options["capacity_factor"],
+        batch_norm=options["batch_norm"],
     )
     sizes = options["nodes"], options["devices_per_node"], options["latency_s"], options["bandwidth"]
     return graph, cluster_of(cluster, *sizes)

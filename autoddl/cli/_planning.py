@@ -58,6 +58,17 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fal
     parser.add_argument(
         "--dropout", action="store_true", help="a built-in transformer has dropouts, as when it was published"
     )
+    parser.add_argument(
+        "--capacity-factor",
+        type=float,
+        metavar="C",
+        help="slots of an expert of a mixture, as a multiple of its share of a balanced load",
+    )
+    parser.add_argument(
+        "--batch-norm",
+        metavar="SAMPLES",
+        help="samples whose statistics batch norms use: local (of each device) or all (default: as the model says)",
+    )
 
 
 def add_cluster_arguments(parser: argparse._ActionsContainer, *, optional: bool = False) -> None:
@@ -271,6 +282,8 @@ def model_of(arguments: argparse.Namespace) -> LayerGraph:
         sequence=arguments.sequence,
         vocabulary=arguments.vocabulary,
         dropout=arguments.dropout,
+        capacity_factor=arguments.capacity_factor,
+        batch_norm=arguments.batch_norm,
     )
 
 

@@ -51,6 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="chunks of the model on each stage (default: %(default)s)",
     )
     group.add_argument(
+        "--ep", type=int, default=1, metavar="E", help="parts of the experts, over replicas (default: %(default)s)"
+    )
+    group.add_argument(
         "--schedule", choices=tuple(SCHEDULES), default="1f1b", help="schedule of the pipeline (default: %(default)s)"
     )
     group.add_argument(
@@ -139,8 +142,31 @@ def _price(arguments: argparse.Namespace) -> int:
     from ..api.configured import distance, price
 
     same = (
-        *("tp", "pp", "dp", "interleave", "schedule", "micro_batch", "recompute", "sequence_parallel", "from_megatron"),
-        *("cluster", "nodes", "devices_per_node", "heads", "sequence", "vocabulary", "batch", "precision", "optimizer"),
+        *(
+            "tp",
+            "pp",
+            "dp",
+            "interleave",
+            "schedule",
+            "ep",
+            "micro_batch",
+            "recompute",
+            "sequence_parallel",
+            "from_megatron",
+        ),
+        *(
+            "cluster",
+            "nodes",
+            "devices_per_node",
+            "heads",
+            "sequence",
+            "vocabulary",
+            "capacity_factor",
+            "batch_norm",
+            "batch",
+            "precision",
+            "optimizer",
+        ),
         *("attention", "gradients", "zero", "overlap"),
     )
     options: dict[str, Any] = {name: getattr(arguments, name) for name in same}

@@ -10,6 +10,7 @@ from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import edge_steps
+from autoddl.costmodel.strategy import PRODUCT
 
 if TYPE_CHECKING:
     import networkx
@@ -107,7 +108,11 @@ def _node(layer: Layer, placed: _PlacedLayer) -> dict[str, Value]:
         "block_index": layer.block_index,
         "stage": placed.stage,
         "strategy": str(assessed.strategy),
-        **{f"sbp_{name}": str(layout) if layout is not None else "" for name, layout in layouts.items()},
+        **{
+            f"sbp_{name}": str(layout) if layout is not None else ""
+            for name, layout in layouts.items()
+            if name in PRODUCT
+        },
         "parameters": layer.num_parameters,
         "flops": float(layer.flops),
         "compute_s": float(assessed.compute_s),

@@ -21,13 +21,13 @@ from autoddl.costmodel.precision import precision_of
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.runtime.graph.layers import GlobalLayer, global_layer
 from autoddl.pipelines.runtime.graph.meshes import check_graph_plan
-from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, LEARNING_RATES, POOLING, RMS_NORM_EPS, ROTARY_BASE
+from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, LEARNING_RATES, RMS_NORM_EPS, ROTARY_BASE
 from autoddl.pipelines.runtime.samples import text_task
 from autoddl.pipelines.runtime.statements import Call, Fact, Name
 
 from ..executors import GRAPH, check_executor
 from ..staging import stage_plans
-from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
+from ..zoo.builtin import BuiltIn, MLPSizes, ResNetSizes, VGGSizes
 from .assembling import RESERVED, built_in_of, check_graph, merged_imports, names_defined_in, names_in
 from .classes import block_sections
 from .library import library_text
@@ -194,8 +194,6 @@ def _fact(layer: Layer, built_in: BuiltIn, fact: Fact) -> Any:
         return ROTARY_BASE if built_in.family in ("llama", "moe") else None
     if fact.function == "convolution_options":
         return {name: layer.attributes[name] for name in ("stride", "padding")}
-    if fact.function == "own_module":  # VGG's poolings: built-in models have no other modules that are run as they are
-        return Call("nn.MaxPool2d", (), POOLING)
     return None
 
 
@@ -393,7 +391,7 @@ def _data_values(built_in: BuiltIn, batch: int) -> dict[str, str]:
     if isinstance(sizes, MLPSizes):
         widths = (sizes.widths[0], sizes.widths[-1])
         return {**values, "batch": f"    inputs, targets = random_rows(rng, {widths}, {batch})", "what": "random rows"}
-    if isinstance(sizes, VGGSizes):
+    if isinstance(sizes, (VGGSizes, ResNetSizes)):
         shape = (3, sizes.image, sizes.image)
         line = f"    inputs, targets = random_images(rng, {shape}, {sizes.classes}, {batch})"
         return {**values, "batch": line, "what": "random images"}

@@ -17,13 +17,13 @@ from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
-from autoddl.costmodel.pricing import edge_steps, moved_shape
+from autoddl.costmodel.pricing import edge_steps, moved_shape, row_features
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of
 from autoddl.pipelines.runtime.comm.moves import move_calls
 from autoddl.pipelines.runtime.kinds.registry import layer_program, layouts_call, parameter_layouts
-from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, POOLING, RMS_NORM_EPS, ROTARY_BASE
+from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, RMS_NORM_EPS, ROTARY_BASE
 from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, stored_rows
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
@@ -207,19 +207,26 @@ class _LayerWriter:
             shape = moved_shape(producing_layer, max(source.p0, self.strategy.p0), samples)
             route = redistribute(source.activations, self.strategy.activations, shape)
             rows = stored_rows(producing_layer.output_shape)
-            local = (*local_shape(rows, source, samples), shape[1] // (source.p1 * source.p2))
+            is_image = len(producing_layer.output_shape) == 3
+            own_samples, own_rows = local_shape(rows, source, samples)
+            features = producing_layer.output_elements // rows // (source.p1 * source.p2)
+            local = (own_samples, own_rows, features)
             moves_rows = shape[0] != samples
             if moves_rows:
-                local = (local[0] * local[1], 1, local[2])
-                chain.assign("{x}.reshape(-1, 1, {x}.shape[2])")
+                features = row_features(producing_layer) // (source.p1 * source.p2)
+                local = (shape[0] // source.p0, 1, features)
+                chain.assign(f"pixel_rows({{x}}, {features})" if is_image else "{x}.reshape(-1, 1, {x}.shape[2])")
             steps = list(edge_steps(producing_layer, source, self.strategy, scene.workload, samples))
             layouts = f"{layout_text(layout_of(producing_layer, source))}.cuts, {layout_text(self.layout)}.cuts"
             for call in move_calls(route, local):
                 priced = [steps.pop(0) for _ in range(call.num_steps)]
                 chain.assign(self._call_text(call, {_LAYOUTS: layouts}), scene.cost(priced) if priced else "")
             if moves_rows:
-                own_rows = local_shape(rows, self.strategy, samples)[1]
-                chain.assign(f"{{x}}.reshape(-1, {own_rows}, {{x}}.shape[2])")
+                own_samples, own_rows = local_shape(rows, self.strategy, samples)
+                view = (
+                    f"images_of({{x}}, {own_samples})" if is_image else f"{{x}}.reshape(-1, {own_rows}, {{x}}.shape[2])"
+                )
+                chain.assign(view)
         if len(self.place.inputs) == 1:
             check_input_shape(scene.graph, self.layer, self.strategy)
             own, read = (
@@ -332,10 +339,11 @@ class _LayerWriter:
             return repr(ROTARY_BASE) if self.scene.built_in.family in ("llama", "moe") else "None"
         if fact.function == "convolution_options":
             return value_text({name: attributes[name] for name in ("stride", "padding")})
-        assert fact.function == "own_module", (layer.name, fact)
-        # The only modules of built-in models that are run as they are: the poolings of VGG.
-        options = ", ".join(f"{name}={value}" for name, value in POOLING.items())
-        return self._constant(fact, f"OwnModule(flow.nn.MaxPool2d({options}))")
+        assert fact.function == "running_statistics", (layer.name, fact)
+        channels = attributes["features"]
+        return self._constant(
+            fact, f"RunningStatistics({channels}, (np.zeros({channels}, np.float32), np.ones({channels}, np.float32)))"
+        )
 
     def _constant(self, fact: Fact, value: str) -> str:
         """Let ``__init__`` assign a value to an attribute, and return the expression of the attribute."""

@@ -33,6 +33,8 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.updates": "Optimizer steps on master weights",
     f"{_RUNTIME}.loss_scaling": "Scales of losses",
     f"{_RUNTIME}.operations": "Computations of layers on one rank",
+    f"{_RUNTIME}.images": "Images",
+    f"{_RUNTIME}.runningstats": "Running statistics of batch norms",
     f"{_RUNTIME}.attending": "Attention",
     f"{_RUNTIME}.routing": "Experts",
     f"{_RUNTIME}.latent": "Latent attention",

@@ -13,7 +13,7 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.strategy import PRODUCT, Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.comm.layouts import Layout, coarsest_mesh, common_mesh, split_dims
@@ -153,7 +153,9 @@ class Scene:
         assessed = self.assessed[layer.name]
         layouts = assessed.strategy.sbp(layer)
         sbp = ", ".join(
-            f"{name} {layout.without_unit_axes()}" for name, layout in layouts.items() if layout is not None
+            f"{name} {layout.without_unit_axes()}"
+            for name, layout in layouts.items()
+            if name in PRODUCT and layout is not None
         )
         description = layer.describe()[len(layer.name) :].strip(" ()")
         return [

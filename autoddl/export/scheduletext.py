@@ -94,7 +94,7 @@ def boundaries_text(
         rows = layer.output_elements // holding[number].columns
         layouts = f"producer_layout={producer_layout}, consumer_layout={consumer_layout}"
         if holding[number].rows_per_sample > 1:
-            layouts += ", shares_samples=True"
+            layouts += ", shares_samples=True" + (", is_image=True" if layer.is_image else "")
         lines += [f"        {comment(remark)}", f"        StageBoundary({rows}, {holding[number].columns}, {layouts}),"]
     return "\n".join([*lines, "    ]"])
 

@@ -10,7 +10,7 @@ from autoddl.pipelines.runtime.load import CUDA_LIBRARIES
 from autoddl.pipelines.runtime.model_constants import LEARNING_RATES
 from autoddl.pipelines.runtime.samples import text_task
 
-from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
+from ..zoo.builtin import BuiltIn, MLPSizes, ResNetSizes, VGGSizes
 from .scene import Scene
 from .source import literal
 
@@ -284,7 +284,7 @@ def _built_in_values(built_in: BuiltIn) -> dict[str, str]:
             "batch": f"    return random_rows(rng, ({sizes.widths[0]}, {sizes.widths[-1]}), MICRO_BATCH)",
             "what": "random rows",
         }
-    if isinstance(sizes, VGGSizes):
+    if isinstance(sizes, (VGGSizes, ResNetSizes)):
         return {
             "batch": f"    return random_images(rng, (3, {sizes.image}, {sizes.image}), {sizes.classes}, MICRO_BATCH)",
             "what": "random images",

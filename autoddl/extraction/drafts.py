@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.epilogue import GATES
 
-from ..zoo.layers import kept_by_epilogue
+from ..zoo.layers import batch_norm_note, kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import OperatorGraph
 
@@ -130,6 +130,13 @@ def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -
     notes = [
         f"{kinds} ({join_names(names)}): can be split along the batch only" for kinds, names in opaque_layers.items()
     ]
+    normalised = [
+        name_of_draft[id(draft)]
+        for draft in drafts
+        if draft.layer.kind == "batch_norm" and not draft.layer.attributes["synchronised"]
+    ]
+    if normalised:
+        notes.append(batch_norm_note(join_names(normalised)))
     mixing = [name_of_draft[id(draft)] for draft in drafts if draft.mixes_samples]
     if mixing:
         notes.append(

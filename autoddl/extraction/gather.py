@@ -45,6 +45,8 @@ from .registered import RegisteredRegion, find_registered
 
 __all__ = ["gather"]
 
+#: Poolings of images.
+POOLINGS = ("max_pool_2d", "avg_pool_2d", "adaptive_avg_pool2d")
 #: Names of operators in an epilogue, by OneFlow's operator name, if the two differ.
 EPILOGUE_NAMES = {
     "fast_gelu": "gelu",
@@ -246,6 +248,10 @@ class _Gathering(Assembly):
             return
         if op.kind == "conv2d" and self._add_conv2d(op):
             return
+        if op.kind in POOLINGS and self._add_pool(op):
+            return
+        if op.kind == "normalization" and self._add_batch_norm(op):
+            return
         if op.kind in CROSS_ENTROPIES or (op.kind == "log_softmax" and self._is_read_by_nll(op)):
             self._add_loss(op)
         elif op.kind in VIEWS and len(self.graph.active_inputs(op)) == 1:
@@ -287,6 +293,63 @@ class _Gathering(Assembly):
         learned = [weight, *op.arguments.get("bias", ())]
         self._add(self._module_draft(op, layer, "conv2d", learned, [source]), op.output)
         return True
+
+    def _add_pool(self, op: Operator) -> bool:
+        """Add the layer of a pooling; return False for poolings that have no kind of layer.
+
+        A layer of kind ``pool`` has square windows without dilation, all of which lie inside the padded image. Means count padding.
+        """
+        graph, attributes = self.graph, op.attributes
+        shape = graph.shapes[op.inputs[0]]
+        if len(shape) != 4 or not self._is_image(op.inputs[0]):
+            return False
+        if op.kind == "adaptive_avg_pool2d":
+            # As many windows as outputs, side by side.
+            lengths = [
+                {length // out} for length, out in zip(shape[2:], attributes["output_size"]) if length % out == 0
+            ]
+            sizes = [set.union(*lengths), set.union(*lengths), {0}] if len(lengths) == 2 else []
+        else:
+            sizes = [set(attributes[key]) for key in ("kernel_size", "stride", "padding")]
+            plain = attributes.get("data_format", "channels_first") == "channels_first"
+            is_dilated = set(attributes.get("dilation", (1,))) != {1}
+            is_mean_of_some = not attributes.get("count_include_pad", True) and any(attributes["padding"])
+            if is_dilated or is_mean_of_some or not plain or attributes.get("divisor_override"):
+                return False
+        if not sizes or any(len(values) != 1 for values in sizes):
+            return False
+        kernel, stride, padding = (values.pop() for values in sizes)
+        layer = make.pool(
+            "", shape[1:], kernel_size=kernel, stride=stride, padding=padding, maximum=op.kind == "max_pool_2d"
+        )
+        if (graph.batch, *layer.output_shape) != graph.shapes[op.output] or graph.results_of([op]) != [op.output]:
+            return False
+        self._add(self._module_draft(op, layer, "pool", (), op.inputs[:1]), op.output)
+        return True
+
+    def _add_batch_norm(self, op: Operator) -> bool:
+        """Add the layer of a batch norm over the channels of images, or over the features of rows; return False for others."""
+        graph = self.graph
+        source, shape = op.arguments["x"][0], graph.shapes[op.arguments["x"][0]]
+        learned = [*op.arguments.get("gamma", ()), *op.arguments.get("beta", ())]
+        is_affine = len(learned) == 2 and all(graph.is_learned(tensor) for tensor in learned)
+        is_module = self._is_leaf(op.path) and hasattr(graph.modules.get(op.path), "running_mean")
+        is_image = len(shape) == 4 and self._is_image(source)
+        if not is_module or op.attributes.get("axis") != 1 or not (is_image or len(shape) == 2):
+            return False
+        is_synchronised = "SyncBatchNorm" in type(graph.modules[op.path]).__name__
+        layer = make.batch_norm(
+            "", shape[1:] if is_image else (1, shape[1]), synchronised=is_synchronised, affine=is_affine
+        )
+        self._add(self._module_draft(op, layer, "batch_norm", learned, [source]), op.output)
+        return True
+
+    def _is_image(self, tensor: str) -> bool:
+        """Return whether a tensor is raw data, or the image that a layer wrote, without a change of the order of its elements."""
+        view = self._view(tensor)
+        return view.draft is None or (
+            len(view.draft.layer.output_shape) == 3 and view.dims == tuple(range(len(self.graph.shapes[tensor])))
+        )
 
     def _module_draft(
         self, op: Operator, layer: Layer, kind: str, learned: Sequence[str], sources: Sequence[str] = ()
@@ -335,10 +398,13 @@ class _Gathering(Assembly):
             dims = None if view.dims is None else tuple(view.dims[dim] for dim in op.attributes["perm"])
         elif before == after:
             dims = view.dims
+        elif view.draft is not None and len(view.draft.layer.output_shape) == 3:
+            # Of an image, all elements in their order are one row; anything else reorders blocks of channels.
+            dims = tuple(range(len(after))) if self._is_image(source) and len(after) == 2 else None
         elif view.has_features_last and (
             before[-1:] == after[-1:] or (len(after) == 2 and not self._has_features(view))
         ):
-            dims = tuple(range(len(after)))  # flattened channels cannot be split, like those of an image
+            dims = tuple(range(len(after)))
         else:
             dims = None
         for tensor in op.outputs:
@@ -372,6 +438,8 @@ class _Gathering(Assembly):
             return False
         shape, dims = self.graph.shapes[op.inputs[0]], self.graph.reduced_dims(op)
         view = self._view(op.inputs[0])
+        if view.draft is not None and len(view.draft.layer.output_shape) == 3 and len(dims) < len(shape):
+            return False
         return len(dims) == len(shape) or (
             view.has_features_last and self._has_features(view) and not {0, len(shape) - 1} & set(dims)
         )

@@ -150,6 +150,18 @@ def _with_constant_indices_as_inputs(graph: OperatorGraph) -> OperatorGraph:
     return replace(graph, inputs=(*graph.inputs, *constant_indices))
 
 
+@contextlib.contextmanager
+def _batch_norms_as_local() -> Iterator[None]:
+    """Let synchronised batch norms compute what others do while the context is active; OneFlow runs them on GPUs only."""
+    nn: Any = load_oneflow().nn
+    forward = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = forward
+
+
 def _lazy_graph(module: Any, inputs: Sequence[Any]) -> Any:
     """Build a ``flow.nn.Graph`` that calls the module.
 
@@ -170,7 +182,7 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> Any:
                 raise UserError("the module returns no tensor; it should return its loss or its output")
             return tuple(flow.sum(output.to(flow.float32)) for output in outputs)
 
-    with _silenced():
+    with _silenced(), _batch_norms_as_local():
         graph = Traced()
         try:
             graph.build_graph(*inputs)

@@ -97,7 +97,12 @@ def _notes(plan: PlanFile, fitted: FittedPlan, executor: str) -> tuple[str, ...]
     if plan.cluster.has_gpus:
         notes.append("the plan is for GPUs; here CPU ranks run it")
     types, here = plan.workload.types, fitted.scaled.workload.types
-    if here != types and not here.has_masters:
+    if here.name == "float64":
+        notes.append(
+            f"{types.name} precision runs in {here.compute}, since batch norms and max poolings amplify rounding errors; "
+            "bytes are priced for it"
+        )
+    elif here != types and not here.has_masters:
         notes.append(
             f"{types.name} precision runs in {here.compute} inside nn.Graph on CPU ranks; bytes are priced for it"
         )

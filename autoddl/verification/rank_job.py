@@ -30,8 +30,10 @@ import numpy as np
 
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.backend import HOST
+from autoddl.pipelines.runtime.groupednorms import group_batch_norms
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
+from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.ranks.rank import report
 from autoddl.pipelines.runtime.ranks.wire import Meter
 from autoddl.pipelines.runtime.samples import like
@@ -63,6 +65,8 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
     if flow.env.get_rank():
         return None
     module, examples = make_model(task)
+    pass_samples = task.workload.micro_batch // slots_per_micro_batch(task.schedule)
+    group_batch_norms(module, task.graph, task.strategies, pass_samples)
     versions = _ParameterVersions(module, _delays(task, module))
     values: Arrays = {f"initial/{name}": _to_array(tensor) for name, tensor in module.state_dict().items()}
     optimizer, losses = None, []
@@ -230,7 +234,7 @@ def _adam_epsilon(gradients: Mapping[str, np.ndarray]) -> float:
 def make_model(task: VerificationTask) -> tuple[Any, tuple[np.ndarray, ...]]:
     """Return the model and the example inputs of the user's function (none for a built-in model)."""
     if task.built_in is not None:
-        return initialize(build_module(task.built_in), task.seed), ()
+        return _in_type(task, initialize(build_module(task.built_in), task.seed)), ()
     from ..extraction.userfile import load_model
 
     flow.manual_seed(task.seed)
@@ -238,15 +242,25 @@ def make_model(task: VerificationTask) -> tuple[Any, tuple[np.ndarray, ...]]:
     for part in module.modules():
         if isinstance(part, flow.nn.Dropout):
             part.p = 0.0
-    return module, tuple(tensor.numpy() for tensor in examples)
+    return _in_type(task, module), tuple(tensor.numpy() for tensor in examples)
+
+
+def _in_type(task: VerificationTask, module: Any) -> Any:
+    """Return the module in double precision if the ranks compute in it."""
+    return module.double() if task.workload.precision == "float64" else module
 
 
 def step_data(task: VerificationTask, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
     """Return the inputs (and targets) of a step, which are the same on every rank."""
     rng = np.random.default_rng([task.seed, step])
+    arrays: tuple[np.ndarray, ...]
     if task.built_in is not None:
-        return make_batch(task.built_in, task.workload.batch, rng)
-    return tuple(like(example, task.workload.batch, rng) for example in examples)
+        arrays = make_batch(task.built_in, task.workload.batch, rng)
+    else:
+        arrays = tuple(like(example, task.workload.batch, rng) for example in examples)
+    if task.workload.precision != "float64":
+        return arrays
+    return tuple(x.astype(np.float64) if x.dtype == np.float32 else x for x in arrays)
 
 
 def with_prefix(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:

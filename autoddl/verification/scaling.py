@@ -37,7 +37,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
-from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
+from ..zoo.builtin import BuiltIn, MLPSizes, ResNetSizes, VGGSizes
 from ..zoo.mixtures import Mixture
 from ..zoo.transformers import Transformer
 
@@ -52,7 +52,7 @@ __all__ = [
     "without_stages",
 ]
 
-_Sizes = Union[Transformer, MLPSizes, VGGSizes]
+_Sizes = Union[Transformer, MLPSizes, VGGSizes, ResNetSizes]
 
 #: Micro-batches of a step after the reduction.
 REDUCED_MICRO_BATCHES = 2
@@ -414,7 +414,7 @@ def _narrower(model: _Model) -> _Model | None:
     elif isinstance(sizes, MLPSizes):
         candidates = _narrower_perceptrons(sizes, model.num_parts)
     else:
-        candidates = _smaller_vggs(sizes, model.num_parts)
+        candidates = _smaller_images(sizes, model.num_parts)
     resized_models = (model.resized(candidate) for candidate in candidates)
     return next((resized for resized in resized_models if resized is not None), None)
 
@@ -461,12 +461,15 @@ def _narrower_perceptrons(sizes: MLPSizes, num_parts: int) -> Iterator[MLPSizes]
             yield MLPSizes(tuple(half if other == width else other for other in sizes.widths))
 
 
-def _smaller_vggs(sizes: VGGSizes, num_parts: int) -> Iterator[VGGSizes]:
-    """Yield VGGs with a smaller image, then with narrower dense layers."""
+def _smaller_images(sizes: VGGSizes | ResNetSizes, num_parts: int) -> Iterator[VGGSizes | ResNetSizes]:
+    """Yield models of smaller images, then with fewer channels or narrower dense layers."""
     image = sizes.image // 2 // MIN_IMAGE * MIN_IMAGE
     if image:
         yield replace(sizes, image=image)
-    if _half(sizes.hidden, num_parts):
+    if isinstance(sizes, ResNetSizes):
+        if _half(sizes.width, num_parts):
+            yield replace(sizes, width=_half(sizes.width, num_parts))
+    elif _half(sizes.hidden, num_parts):
         yield replace(sizes, hidden=_half(sizes.hidden, num_parts))
 
 
@@ -509,5 +512,7 @@ def _named_sizes(model: _Model) -> list[tuple[str, str]]:
         named += [("widths", ",".join(map(str, sizes.widths)))]
     elif isinstance(sizes, VGGSizes):
         named += [("image", sizes.image), ("dense width", sizes.hidden)]
+    elif isinstance(sizes, ResNetSizes):
+        named += [("image", sizes.image), ("channels", sizes.width)]
     named += [("batch", workload.batch), ("micro-batch", workload.micro_batch)]
     return [(name, str(value)) for name, value in named]

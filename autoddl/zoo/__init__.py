@@ -22,8 +22,15 @@ from autoddl.costmodel.suggestions import closest, did_you_mean
 
 from .feedforward import VGG_FEATURES, mlp, vgg
 from .huggingface import HUGGINGFACE_TYPES, sequence_note, transformer_from_config
+from .layers import batch_norm_note
 from .named import FAMILIES, TRANSFORMERS, build_transformer, sized_transformer
+from .residual import RESNET_BLOCKS, resnet
 from .transformers import Transformer, bert, gpt, llama, pad_vocabulary
+
+#: The samples whose statistics batch norms use.
+BATCH_NORMS = ("local", "all")
+#: Largest capacity factor of experts: with as many slots as tokens, none is dropped.
+MAX_CAPACITY_FACTOR = 1024
 
 __all__ = [
     "Transformer",
@@ -34,8 +41,10 @@ __all__ = [
     "llama",
     "mlp",
     "pad_vocabulary",
+    "resnet",
     "resolve_model",
     "vgg",
+    "with_batch_norms",
 ]
 
 _FUNCTION = re.compile(r".+\.py:\w+")
@@ -52,7 +61,7 @@ FORMS = (
 
 def known_models() -> tuple[str, ...]:
     """The names of all built-in models."""
-    return (*TRANSFORMERS, *(f"vgg{depth}" for depth in VGG_FEATURES))
+    return (*TRANSFORMERS, *(f"vgg{depth}" for depth in VGG_FEATURES), *(f"resnet{depth}" for depth in RESNET_BLOCKS))
 
 
 def is_oneflow_model(text: str) -> bool:
@@ -71,6 +80,8 @@ def resolve_model(
     sequence: int | None = None,
     vocabulary: int | None = None,
     dropout: bool = False,
+    capacity_factor: float | None = None,
+    batch_norm: str | None = None,
 ) -> LayerGraph:
     """The layer graph of a model.
 
@@ -83,12 +94,28 @@ def resolve_model(
         vocabulary: size of its vocabulary, instead of the model's own. It is always padded to a multiple of 128; a note in the
             graph says so.
         dropout: whether a built-in transformer has dropouts.
+        capacity_factor: slots of an expert of a mixture, as a multiple of its share of the tokens if the load is balanced, instead
+            of the model's own.
+        batch_norm: the samples whose statistics batch norms use, instead of those that the model says: ``local`` for those of each
+            device, ``all``.
 
     Raises:
         UserError: the model is unknown, a file is malformed, or an option does not apply.
     """
     sizes_given = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
-    options: dict[str, Any] = {**sizes_given, "dropout": True if dropout else None}
+    if batch_norm is not None:
+        graph = resolve_model(
+            text,
+            heads=heads,
+            sequence=sequence,
+            vocabulary=vocabulary,
+            dropout=dropout,
+            capacity_factor=capacity_factor,
+        )
+        return with_batch_norms(graph, batch_norm)
+    options: dict[str, Any] = {**sizes_given, "dropout": True if dropout else None, "capacity_factor": capacity_factor}
+    if capacity_factor is not None and not 0 < capacity_factor <= MAX_CAPACITY_FACTOR:
+        raise UserError(f"capacity_factor={capacity_factor:g} should be more than 0 and at most {MAX_CAPACITY_FACTOR}")
     for option, value in sizes_given.items():
         if value is not None and not 1 <= value <= MAX_SIZES[option]:
             raise UserError(f"{option}={value} should be a whole number from 1 to {MAX_SIZES[option]}")
@@ -106,6 +133,26 @@ def resolve_model(
     return graph
 
 
+def with_batch_norms(graph: LayerGraph, samples: str) -> LayerGraph:
+    """A graph whose batch norms use the statistics of ``local`` samples, or of ``all``.
+
+    Raises:
+        UserError: the word is another one, or the model has no batch norm.
+    """
+    if samples not in BATCH_NORMS:
+        raise UserError(f"batch_norm={quote(samples)} should be one of {', '.join(BATCH_NORMS)}")
+    if not any(layer.kind == "batch_norm" for layer in graph.layers):
+        raise UserError(f"batch_norm={samples}: {graph.name} has no batch norm; leave it out")
+    layers = tuple(
+        replace(layer, attributes={**layer.attributes, "synchronised": int(samples == "all")})
+        if layer.kind == "batch_norm"
+        else layer
+        for layer in graph.layers
+    )
+    notes = tuple(note for note in graph.notes if note != batch_norm_note(note.partition(":")[0]))
+    return replace(graph, layers=layers, notes=notes if samples == "all" else (*notes, batch_norm_note("batch norms")))
+
+
 def _fixed_model(text: str, family: str, sizes: str) -> LayerGraph:
     """The graph of a model to which no option applies."""
     if is_oneflow_model(text):
@@ -114,9 +161,10 @@ def _fixed_model(text: str, family: str, sizes: str) -> LayerGraph:
         return extract_from_file(text)
     if family == "mlp":
         return mlp(_mlp_widths(text, sizes))
-    for depth in VGG_FEATURES:
-        if text == f"vgg{depth}":
-            return vgg(depth)
+    for name, make, depths in (("vgg", vgg, VGG_FEATURES), ("resnet", resnet, RESNET_BLOCKS)):
+        for depth in depths:
+            if text == f"{name}{depth}":
+                return make(depth)  # type: ignore[operator]
     raise _unknown(text)
 
 

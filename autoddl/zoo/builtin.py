@@ -17,9 +17,10 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from .feedforward import VGG_FEATURES, mlp, vgg
 from .mixtures import Mixture
 from .named import FAMILIES
+from .residual import RESNET_BLOCKS, resnet
 from .transformers import Transformer
 
-__all__ = ["BuiltIn", "MLPSizes", "VGGSizes", "recognise"]
+__all__ = ["BuiltIn", "MLPSizes", "ResNetSizes", "VGGSizes", "recognise"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,26 @@ class VGGSizes:
     hidden: int = 4096
 
 
-Sizes = Union[Transformer, MLPSizes, VGGSizes]
+@dataclass(frozen=True)
+class ResNetSizes:
+    """The sizes of a ResNet.
+
+    Attributes:
+        depth: 18, 34, 50, 101 or 152.
+        image: pixels along each side.
+        classes: number of classes.
+        width: channels of the first convolution.
+        synchronised: whether batch norms have the statistics of the samples of all ranks.
+    """
+
+    depth: int
+    image: int = 224
+    classes: int = 1000
+    width: int = 64
+    synchronised: bool = False
+
+
+Sizes = Union[Transformer, MLPSizes, VGGSizes, ResNetSizes]
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,7 @@ class BuiltIn:
     """A built-in model.
 
     Attributes:
-        family: ``gpt``, ``bert``, ``llama``, ``mlp`` or ``vgg``.
+        family: ``gpt``, ``bert``, ``llama``, ``moe``, ``mlp``, ``vgg`` or ``resnet``.
         sizes: its sizes.
     """
 
@@ -76,6 +96,8 @@ class BuiltIn:
         if isinstance(self.sizes, VGGSizes):
             sizes = self.sizes
             return vgg(sizes.depth, image=sizes.image, classes=sizes.classes, hidden=sizes.hidden)
+        if isinstance(self.sizes, ResNetSizes):
+            return resnet(**vars(self.sizes))
         return FAMILIES[self.family](self.sizes)
 
 
@@ -109,6 +131,20 @@ def _vgg(graph: LayerGraph, layers: Mapping[str, Layer]) -> VGGSizes:
         image=layers["features.0"].input_shape[-1],
         classes=layers["classifier.6"].attributes["out_features"],
         hidden=layers["classifier.0"].attributes["out_features"],
+    )
+
+
+def _resnet(graph: LayerGraph, layers: Mapping[str, Layer]) -> ResNetSizes:
+    counts = tuple(
+        sum(name.startswith(f"layer{i + 1}.") and name.endswith(".add") for name in layers) for i in range(4)
+    )
+    depths = {blocks: depth for depth, blocks in RESNET_BLOCKS.items()}
+    return ResNetSizes(
+        depths[counts, 3 if "layer1.0.conv3" in layers else 2],  # type: ignore[index]
+        image=layers["conv1"].input_shape[-1],
+        classes=layers["fc"].attributes["out_features"],
+        width=layers["conv1"].attributes["out_channels"],
+        synchronised=bool(layers["bn1"].attributes["synchronised"]),
     )
 
 
@@ -230,5 +266,6 @@ _READERS: Mapping[str, Callable[[LayerGraph, Mapping[str, Layer]], Sizes]] = {
     "llama": _llama,
     "moe": _moe,
     "vgg": _vgg,
+    "resnet": _resnet,
     "mlp": _mlp,
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
-from .layers import GraphBuilder, conv2d, linear, loss, opaque
+from .layers import GraphBuilder, conv2d, linear, loss, pool
 
 __all__ = ["VGG_FEATURES", "mlp", "vgg"]
 
@@ -69,9 +69,7 @@ def vgg(depth: int, *, image: int = 224, classes: int = 1000, hidden: int = 4096
             layer = conv2d(name, shape, entry, kernel_size=3, padding=1, epilogue=("relu",))
             module += 2  # the relu is a module of its own
         else:
-            pooled = (shape[0], shape[1] // 2, shape[2] // 2)
-            # Max pooling keeps the index of the largest input for each output.
-            layer = opaque(name, shape, pooled, kept_elements=pooled[0] * pooled[1] * pooled[2])
+            layer = pool(name, shape, kernel_size=2)
             module += 1
         source = (builder.add(layer, *source),)
         shape = (layer.output_shape[0], layer.output_shape[1], layer.output_shape[2])

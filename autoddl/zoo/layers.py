@@ -8,6 +8,7 @@ from dataclasses import replace
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.kinds.add import add
 from autoddl.costmodel.kinds.attention import attention
+from autoddl.costmodel.kinds.batchnorm import batch_norm, batch_norm_note
 from autoddl.costmodel.kinds.conv2d import conv2d
 from autoddl.costmodel.kinds.embedding import embedding
 from autoddl.costmodel.kinds.epilogue import KEPT_PER_ELEMENT, kept_by_epilogue
@@ -17,6 +18,7 @@ from autoddl.costmodel.kinds.linear import linear
 from autoddl.costmodel.kinds.loss import loss
 from autoddl.costmodel.kinds.norm import norm
 from autoddl.costmodel.kinds.opaque import opaque
+from autoddl.costmodel.kinds.pool import pool
 from autoddl.costmodel.kinds.position import position
 from autoddl.costmodel.kinds.tokengate import token_gate
 from autoddl.costmodel.layer import Layer
@@ -27,6 +29,8 @@ __all__ = [
     "GraphBuilder",
     "add",
     "attention",
+    "batch_norm",
+    "batch_norm_note",
     "capacity_of",
     "conv2d",
     "embedding",
@@ -38,6 +42,7 @@ __all__ = [
     "norm",
     "opaque",
     "placed",
+    "pool",
     "position",
     "token_gate",
 ]

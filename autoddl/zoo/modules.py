@@ -8,9 +8,11 @@ import numpy as np
 
 from autoddl.pipelines.runtime.mixtures import ExpertSizes, LatentSizes, MixtureOfExperts
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases
+from autoddl.pipelines.runtime.residual import ResNet
 
-from .builtin import BuiltIn, MLPSizes, VGGSizes
+from .builtin import BuiltIn, MLPSizes, ResNetSizes, VGGSizes
 from .mixtures import Mixture
+from .residual import RESNET_BLOCKS
 from .transformers import Transformer
 
 __all__ = ["build_module", "make_batch"]
@@ -23,6 +25,8 @@ def build_module(built_in: BuiltIn) -> Any:
         return MLP(sizes.widths)
     if isinstance(sizes, VGGSizes):
         return VGG(sizes.depth, sizes.image, sizes.classes, sizes.hidden)
+    if isinstance(sizes, ResNetSizes):
+        return ResNet(*RESNET_BLOCKS[sizes.depth], sizes.classes, sizes.width, sizes.synchronised)
     common: dict[str, Any] = {"inner": sizes.mlp_width, "activation": sizes.activation, "tied": sizes.tied}
     shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary)
     if built_in.family == "gpt":
@@ -60,7 +64,7 @@ def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) ->
     if isinstance(sizes, Transformer):
         tokens = rng.integers(sizes.vocabulary, size=(2, num_samples, sizes.sequence))
         return tokens[0], tokens[1]
-    if isinstance(sizes, VGGSizes):
+    if isinstance(sizes, (VGGSizes, ResNetSizes)):
         images = rng.standard_normal((num_samples, 3, sizes.image, sizes.image), dtype=np.float32)
         return images, rng.integers(sizes.classes, size=num_samples)
     first, last = (

@@ -178,6 +178,7 @@ def build_transformer(
     sequence: int | None,
     vocabulary: int | None,
     dropout: bool | None = None,
+    capacity_factor: float | None = None,
 ) -> LayerGraph:
     """The graph of a model, with the vocabulary padded.
 
@@ -188,11 +189,13 @@ def build_transformer(
         sequence: instead of the model's own; None: unchanged.
         vocabulary: instead of the model's own; None: unchanged.
         dropout: whether it has dropouts; None: unchanged.
+        capacity_factor: slots of an expert as a multiple of its share of a balanced load; None: unchanged.
 
     Raises:
         UserError: the sizes are inconsistent, or the model has no such size.
     """
     given: dict[str, Any] = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary, "dropout": dropout}
+    given["capacity_factor"] = capacity_factor
     changes = {name: value for name, value in given.items() if value is not None}
     known = {field.name for field in fields(model)}
     for name, value in changes.items():

@@ -11,7 +11,7 @@ from math import prod
 from ..layer import Layer
 from ..localwork import elementwise
 from .epilogue import kept_by_epilogue
-from .kind import Body, LayerKind, LayerQuantities, independent_rows
+from .kind import Body, LayerKind, LayerQuantities, image_rows
 
 __all__ = ["Add", "add"]
 
@@ -24,7 +24,7 @@ class Add(LayerKind):
     colour = "#ffffff"
 
     def positions(self, layer: Layer) -> int:
-        return independent_rows(layer)
+        return image_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         after, after_backward = quantities.epilogue()

@@ -56,8 +56,8 @@ from ..collectives import Collective, Step, gather_steps, scatter_steps
 from ..distribution import prime_factors
 from ..layer import Layer
 from ..localwork import LocalWork, attention_core, elementwise
-from ..nearest import divisors
 from .kind import Body, LayerKind, LayerQuantities, Number
+from .sharing import position_factors
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -105,7 +105,7 @@ class Attention(LayerKind):
         if copies is None:
             return
         yield (whole := replace(strategy, key_copies=copies))
-        for positions in _position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
+        for positions in position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
             for way in SEQUENCE_WAYS:
                 yield replace(whole, sequence=way, positions=positions)
 
@@ -118,7 +118,7 @@ class Attention(LayerKind):
         q = strategy.ranks_per_sample
         if "key_rows" in attributes or layer.rows % (2 * q if attributes["causal"] else q):
             return False
-        if positions not in _position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
+        if positions not in position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
             return False
         if strategy.sequence == RING:
             return not self.drops_elements(layer) and sum(ranks > 1 for ranks in positions) == 1
@@ -161,19 +161,6 @@ def _copies(layer: Layer, strategy: Strategy) -> tuple[int, ...] | None:
         if not is_first or (left > 1 and copies[-1] != p1):
             return None
     return tuple(reversed(copies)) if left == 1 else None
-
-
-@cache
-def _position_factors(p0s: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return every :attr:`.Strategy.positions` of strategies with these p0: the innermost ranks share a sample.
-
-    >>> _position_factors((2, 4))
-    ((1, 2), (1, 4), (2, 4))
-    """
-    found = []
-    for level in reversed(range(len(p0s))):
-        found += [(1,) * level + (ranks,) + p0s[level + 1 :] for ranks in divisors(p0s[level]) if ranks > 1]
-    return tuple(found)
 
 
 def _with_exchanges(quantities: LayerQuantities, own: Body) -> Body:

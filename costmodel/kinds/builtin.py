@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .add import Add
 from .attention import Attention
+from .batchnorm import BatchNorm
 from .conv2d import Conv2d
 from .embedding import Embedding
 from .experts import Experts
@@ -12,6 +13,7 @@ from .linear import Linear
 from .loss import Loss
 from .norm import Norm
 from .opaque import Opaque
+from .pool import Pool
 from .position import Position
 from .registry import register
 from .tokengate import TokenGate
@@ -26,6 +28,8 @@ BUILT_IN = (
     Norm(),
     Add(),
     Conv2d(),
+    BatchNorm(),
+    Pool(),
     Experts(),
     TokenGate(),
     LatentAttention(),

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from ..strategy import Strategy, StrategyGroup
     from ..workload import Workload
 
-__all__ = ["Body", "LayerKind", "LayerQuantities", "Number", "Splitting", "States", "independent_rows"]
+__all__ = [
+    "Body",
+    "LayerKind",
+    "LayerQuantities",
+    "Number",
+    "Splitting",
+    "States",
+    "image_rows",
+    "independent_rows",
+]
 
 #: A float, an array of floats, or an :class:`autoddl.costmodel.affine.Affine` of them; the formulas of all kinds accept all three.
 Number = Any
@@ -231,8 +240,12 @@ class LayerKind(ABC):
         return self.splitting is Splitting.PRODUCT and not self.is_lookup
 
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
-        """Return whether the layer's features divide over p1 p2 > 1 devices. The caller checks :attr:`splitting`."""
-        return layer.features % (strategy.p1 * strategy.p2) == 0
+        """Return whether the layer's features divide over p1 p2 > 1 devices. The caller checks :attr:`splitting`.
+
+        The features of an image are its channels.
+        """
+        features = layer.output_shape[0] if layer.is_image else layer.features
+        return features % (strategy.p1 * strategy.p2) == 0
 
     def positions(self, layer: Layer) -> int:
         """Return the number of positions of a sample that any number of ranks which divides it may share.
@@ -280,3 +293,9 @@ def independent_rows(layer: Layer) -> int:
     if len(written) != 2 or len(read) > 2 or (len(read) == 2 and read[0] != written[0]):
         return 1
     return written[0] if len(read) == 2 or read == written[:1] else 1
+
+
+def image_rows(layer: Layer) -> int:
+    """Return the rows of pixels of an image if the layer reads and writes one of the same shape, else :func:`independent_rows`."""
+    shape = layer.output_shape
+    return shape[1] if len(shape) == 3 and shape == layer.input_shape else independent_rows(layer)

@@ -1,7 +1,8 @@
 """The partition of a model: the units between which it can be cut, and the stages as layer graphs.
 
 **Units.**  The layers, in graph order, can be cut where exactly one layer's output crosses the cut; in a model of repeated blocks,
-only where a block begins.  The layers between two neighbouring cuts are a *unit*.  The layers before the first block (embedding)
+only where a block begins.  (Not in a ResNet: there blocks that change the shape of the image, which repeat no other, lie between or
+behind those that do.)  The layers between two neighbouring cuts are a *unit*.  The layers before the first block (embedding)
 belong to the first unit, those behind the last block (head) to the last unit.  A *stage* is a run of consecutive units.
 
 **The graph of a stage** has the stage's layers and, except for the first stage, a layer :data:`ENTRY` in front of them.  The entry
@@ -204,6 +205,12 @@ def _untied(layer: Layer, inside: set[str]) -> Layer:
     return replace(layer, parameters=parameters)
 
 
+def _changes_shape(graph: LayerGraph) -> bool:
+    """Whether convolutions that belong to no repeated block come after one, as those that change the shape of the image do."""
+    first = next(number for number, layer in enumerate(graph.layers) if layer.block)
+    return any(layer.kind == "conv2d" and not layer.block for layer in graph.layers[first:])
+
+
 def chain_of(graph: LayerGraph) -> Chain:
     """Divide a model into a chain of units (see the module's docstring).  A model that cannot be cut is one unit.
 
@@ -218,7 +225,7 @@ def chain_of(graph: LayerGraph) -> Chain:
     for source, target in graph.edges:
         last_use[position[source]] = max(last_use[position[source]], position[target])
     ends = Counter(last_use)
-    has_blocks = any(layer.block and layer.block_index > 0 for layer in layers)
+    cuts_at_blocks = any(layer.block and layer.block_index > 0 for layer in layers) and not _changes_shape(graph)
     starts, num_crossing = [0], 0
     for cut in range(1, len(layers)):
         # Outputs that cross the cut: that of the layer before it is new, those whose last use is this layer no longer cross.
@@ -227,7 +234,7 @@ def chain_of(graph: LayerGraph) -> Chain:
             continue
         before, after = layers[cut - 1], layers[cut]
         begins_block = after.block != "" and (after.block, after.block_index) != (before.block, before.block_index)
-        if has_blocks and not (begins_block and before.block):
+        if cuts_at_blocks and not (begins_block and before.block):
             continue
         starts.append(cut)
     return Chain(graph, (*starts, len(layers)))

@@ -267,7 +267,12 @@ class AppliedModule(flow.nn.Module):
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Return the ``state_dict`` of the user's module with present values, as local tensors on every rank; all ranks call."""
-        values = self._named({**self._buffer_values, **self._weights.values()})
+        statistics = {
+            f"{path}.{name}": value
+            for path, (running, layout) in self._stage.statistics.items()
+            for name, value in running.whole(layout, self.stepper).items()
+        }
+        values = self._named({**self._buffer_values, **statistics, **self._weights.values()})
         return {name: HOST.tensor(value) for name, value in values.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
@@ -298,6 +303,8 @@ class AppliedModule(flow.nn.Module):
                     )
         self._weights.assign(values)
         self._buffer_values.update((name, given[name]) for name in self._buffer_values if name in given)
+        for path, (running, _) in self._stage.statistics.items():
+            running.load({name[len(path) + 1 :]: value for name, value in given.items() if name.startswith(f"{path}.")})
 
     def _named(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return values, given by first names, by all names in the user's module."""

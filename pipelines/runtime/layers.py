@@ -14,7 +14,9 @@ from autoddl.costmodel.errors import UserError
 
 from . import facts
 from .attending import attend
+from .comm.layouts import layout_of
 from .dropouts import apply_dropout, bind_dropout, dropout_of
+from .images import add_to_channels, convolve, image_data, normalise_batch, pool_windows
 from .kinds.registry import layer_program, registered_functions
 from .latent import attend_latent
 from .load import load_oneflow
@@ -24,7 +26,6 @@ from .operations import (
     checkpoint,
     concat_grouped,
     concat_heads,
-    convolve,
     data,
     elu,
     lookup,
@@ -37,6 +38,7 @@ from .operations import (
     tanh_gelu,
 )
 from .routing import collect, dispatch, expert_products, gate_tokens, route
+from .runningstats import RunningStatistics, running_statistics
 from .setting import Batch, LayerSetting
 from .shards import gather_weights, lean_product
 from .statements import Call, Fact, Name, Statement
@@ -57,6 +59,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{
         function.__name__: function
         for function in (
+            add_to_channels,
             apply_dropout,
             attend,
             attend_latent,
@@ -72,11 +75,14 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             expert_products,
             gate_tokens,
             gather_weights,
+            image_data,
             lean_product,
             lookup,
             matmul,
             mean_error,
             normalise,
+            normalise_batch,
+            pool_windows,
             positions,
             quick_gelu,
             route,
@@ -87,6 +93,10 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         )
     },
 }
+
+
+#: Functions of facts that are not in :mod:`facts`, by name.
+_FACTS: Mapping[str, Callable[..., Any]] = {"dropout_of": dropout_of, "running_statistics": running_statistics}
 
 
 def build_body(setting: LayerSetting) -> Body:
@@ -177,8 +187,11 @@ def _function(name: str, setting: LayerSetting) -> Callable[..., Any]:
 
 
 def _read_fact(fact: Fact, setting: LayerSetting) -> Any:
-    function = dropout_of if fact.function == "dropout_of" else getattr(facts, fact.function)
-    return function(setting.module, fact.path, *fact.arguments)
+    function = _FACTS.get(fact.function) or getattr(facts, fact.function)
+    value = function(setting.module, fact.path, *fact.arguments)
+    if isinstance(value, RunningStatistics):
+        setting.statistics[fact.path] = value, layout_of(setting.layer, setting.strategy)
+    return value
 
 
 def _read_facts(value: Any, setting: LayerSetting) -> Any:

@@ -6,7 +6,7 @@ Activations are (samples, rows, features), and images (samples, 1, all elements)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import pi, prod, sqrt
 from typing import Any
 
@@ -28,7 +28,6 @@ __all__ = [
     "checkpoint",
     "concat_grouped",
     "concat_heads",
-    "convolve",
     "data",
     "elu",
     "lookup",
@@ -200,14 +199,6 @@ def concat_heads(parts: Sequence[Tensor], groups: int) -> Tensor:
 
 
 # ---- On whole samples ------------------------------------------------------------------------------------------------------
-
-
-def convolve(
-    x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]
-) -> Tensor:
-    """Convolve this rank's images of ``shape`` (channels, height, width)."""
-    y = functional.conv2d(x.reshape(-1, *shape), weight, bias, **options)
-    return y.reshape(y.shape[0], 1, -1)
 
 
 def run_module(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 
+from .comm.layouts import Layout
+from .runningstats import RunningStatistics
 from .stepping import Stepper
 
 __all__ = ["Batch", "LayerSetting"]
@@ -47,6 +49,7 @@ class LayerSetting:
         attention: How attention is computed, one of :data:`autoddl.costmodel.workload.ATTENTIONS`.
         is_in_block: Whether the backward pass runs the whole block of the layer again.
         is_mirrored: Whether the positions of all samples of the model are in mirrored order.
+        statistics: The running statistics of batch norms with their layouts, by the path of the module; building adds to them.
     """
 
     graph: LayerGraph
@@ -58,6 +61,7 @@ class LayerSetting:
     attention: str
     is_in_block: bool = False
     is_mirrored: bool = False
+    statistics: dict[str, tuple[RunningStatistics, Layout]] = field(default_factory=dict)
 
     @property
     def num_parts(self) -> int:

@@ -84,9 +84,12 @@ class Ranks:
         """S(concat_dim) -> S(split_dim): each rank sends (p - 1) / p of the tensor."""
         return all_to_all(self._before_collective(x, "all-to-all", axis), self.axis(axis), split_dim, concat_dim)
 
-    def shift(self, x: Tensor, axis: Axis) -> Tensor:
-        """Send a tensor to the next rank along a ring, and return that of the previous one; without autograd."""
-        return shift(self._before_collective(x, "shift", axis), self.axis(axis))
+    def shift(self, x: Tensor, axis: Axis, backwards: bool = False) -> Tensor:
+        """Send a tensor to the next rank along a ring, and return that of the previous one; without autograd.
+
+        ``backwards``: to the previous one, from the next one.
+        """
+        return shift(self._before_collective(x, "shift", axis), self.axis(axis), backwards)
 
     def _before_collective(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
         """Return ``x``; called before a collective on ``factor`` times the bytes of ``x``. `Stepper` logs the step here."""

@@ -300,13 +300,14 @@ def test_attention_between_sequences():
 def test_residual_network():
     graph = extracted("resnet")
     assert graph.sample == "image"
-    assert graph["bn"].kind == "opaque" and graph["bn"].num_parameters == 16 and graph["bn"].epilogue == ("relu",)
+    assert graph["bn"].kind == "batch_norm" and graph["bn"].num_parameters == 16 and graph["bn"].epilogue == ("relu",)
+    assert graph["pool"].attributes == {"kernel_size": 3, "stride": 2, "padding": 1, "maximum": 1}
     assert graph.inputs("layers.1.add") == ("layers.1.bn2", "layers.0.add")
     assert graph.inputs("layers.2.add") == ("layers.2.bn2", "layers.2.down.1")
     assert {layer.block for layer in graph.layers} == {"", "layers[0:2]", "layers[3:5]"}
     assert graph["layers.4.conv1"].block_index == 1 and graph["layers.4.conv1"].role == "conv1"
     assert graph["fc"].attributes == {"in_features": 16, "out_features": 10}
-    assert any("mix the samples" in note and "bn" in note for note in graph.notes)
+    assert any("of its own samples" in note and "bn" in note for note in graph.notes)
 
 
 def test_vision_transformer():

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+import autoddl
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.megatronflags import megatron_flags
+from autoddl.pipelines.joint.uniform import UniformLayout
 from autoddl.verification.scaling import Limits, scale
 from autoddl.zoo import resolve_model
 from autoddl.zoo.builtin import BuiltIn, recognise
@@ -150,3 +153,42 @@ def test_scaled_down_mixtures_keep_their_kinds_of_blocks():
         "layers.2.mlp.experts",
         "layers.3.mlp.experts",
     }
+
+
+def test_megatron_flags_of_a_mixture():
+    """8 experts of 14336 features, 2 for each token, 1280 slots for 4096 tokens: 1280 x 8 / (2 x 4096) = 1.25."""
+    layout = UniformLayout(2, 1, 8, expert_parallel=4)
+    lines = megatron_flags(resolve_model("mixtral-8x7b"), layout, Workload(64, 8, "mixed"))
+    flags = " ".join(lines)
+    for part in (
+        "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 14336",
+        "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4",
+        "--num-query-groups 8",
+    ):
+        assert part in flags
+    # Latent attention is not Megatron-LM's plain attention: only the degrees are written.
+    assert not any(
+        "num-layers" in line for line in megatron_flags(resolve_model("deepseek-v3"), layout, Workload(64, 8, "mixed"))
+    )
+
+
+def test_experts_of_a_priced_configuration_are_divided_over_replicas():
+    plan = autoddl.price("mixtral-8x7b", cluster="dgx-h100", nodes=2, tp=2, ep=8, batch=64, sequence=1024)
+    experts = [s for name, s in plan.strategies.items() if plan.graph[name].kind == "experts"]
+    assert {(s.splits, s.experts) for s in experts} == {(((2, 1, 1), (4, 2, 1)), (2, 4))}
+    with pytest.raises(UserError, match="ep 3 does not divide the dp 8 replicas"):
+        autoddl.price("mixtral-8x7b", cluster="dgx-h100", nodes=2, tp=2, ep=3)
+    with pytest.raises(UserError, match="ep 2: the model gpt2 has no experts"):
+        autoddl.price("gpt2", cluster="dgx-h100", nodes=1, ep=2)
+
+
+def test_the_capacity_can_be_chosen():
+    """4096 tokens choose 2 of 8 experts: 1024 slots in a balanced load."""
+    for factor, slots in ((1.0, 1024), (2.0, 2048), (4.0, 4096), (9.0, 4096)):
+        graph = resolve_model("mixtral-8x7b", capacity_factor=factor)
+        assert {layer.attributes["capacity"] for layer in graph.layers if layer.kind == "experts"} == {slots}
+    with pytest.raises(UserError, match="capacity_factor=0 should be more than 0"):
+        resolve_model("mixtral-8x7b", capacity_factor=0.0)
+    with pytest.raises(UserError, match="does not apply to gpt2"):
+        resolve_model("gpt2", capacity_factor=2.0)

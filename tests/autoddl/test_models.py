@@ -18,6 +18,7 @@ from autoddl.zoo import (
     llama,
     mlp,
     pad_vocabulary,
+    resnet,
     resolve_model,
     vgg,
 )
@@ -210,7 +211,7 @@ def test_chain_of_vgg():
     assert nx.is_path(graph.networkx(), [layer.name for layer in graph.layers])
     assert [layer.kind for layer in graph.layers].count("conv2d") == 10
     pool = graph["features.24"]
-    assert pool.kind == "opaque" and pool.output_shape == (512, 7, 7) and pool.num_parameters == 0
+    assert pool.kind == "pool" and pool.output_shape == (512, 7, 7) and pool.num_parameters == 0
     assert graph["classifier.0"].attributes == {"in_features": 25088, "out_features": 4096}
     assert graph["classifier.6"].epilogue == () and graph["loss"].input_shape == (1, 1000)
     assert graph["loss"].rows == 1 and graph.sample == "image"
@@ -355,3 +356,22 @@ def test_sizes_are_checked_where_they_enter():
         vgg(12)
     with pytest.raises(UserError, match="16 pixels"):
         vgg(11, image=16)
+
+
+def test_resnets_have_the_published_numbers_of_parameters():
+    """Those of torchvision's models, from its documentation."""
+    published = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
+    assert {depth: resnet(depth).num_parameters for depth in published} == published
+    assert resnet(50, image=64)["avgpool"].attributes["kernel_size"] == 2
+    with pytest.raises(UserError, match="images of 100 pixels should be a multiple of 32 wide"):
+        resnet(50, image=100)
+
+
+def test_batch_norms_use_the_samples_that_are_asked_for():
+    local, every = (resolve_model("resnet18", batch_norm=samples) for samples in ("local", "all"))
+    assert local.hash == resnet(18).hash and every.hash == resnet(18, synchronised=True).hash
+    assert local.notes == resnet(18).notes and not every.notes
+    with pytest.raises(UserError, match="batch_norm='some' should be one of local, all"):
+        resolve_model("resnet18", batch_norm="some")
+    with pytest.raises(UserError, match="batch_norm=all: gpt2 has no batch norm"):
+        resolve_model("gpt2", batch_norm="all")

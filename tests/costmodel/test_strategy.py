@@ -50,7 +50,19 @@ def test_layers_without_a_product_have_no_p2():
         assert len({s.splits for s in enumerate_strategies(layer, (128,))}) == 8
         assert all(strategy.p2 == 1 for strategy in enumerate_strategies(layer, (128,)))
         assert not Strategy(((2, 1, 64),)).divides(layer)
-    assert count(conv2d("c", (64, 8, 8), 64, kernel_size=3), 128) == 1
+
+
+def test_convolutions_split_channels_and_rows():
+    """28 splits of 64 = 2^6 channels over 64 devices; up to 8 ranks share 8 rows, none if those of the output lie elsewhere."""
+    wide = conv2d("c", (64, 8, 8), 64, kernel_size=3, padding=1)
+    offered = list(enumerate_strategies(wide, (64,)))
+    assert len({s.splits for s in offered}) == 28
+    # p0 = 2^k has min(k, 3) numbers of ranks that share an image of 8 rows, with 7 - k splits of the rest.
+    assert sum(bool(s.positions) for s in offered) == sum(min(k, 3) * (7 - k) for k in range(1, 7))
+    assert not any(s.positions for s in enumerate_strategies(conv2d("c", (64, 8, 8), 64, kernel_size=3), (64,)))
+    assert {s.splits[0] for s in enumerate_strategies(conv2d("c", (3, 8, 8), 64, kernel_size=3, padding=1), (4,))} == {
+        (4, 1, 1)
+    }
 
 
 def test_whole_heads():
@@ -155,21 +167,19 @@ SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=1, max_size=3
 
 
 @st.composite
-def offers(draw: st.DrawFn) -> tuple[list[Strategy], tuple[bool, ...]]:
-    """Some strategies of some layer, and the levels whose steps are priced by size."""
+def offers(draw: st.DrawFn) -> list[Strategy]:
+    """Some strategies of some layer."""
     sizes = draw(SIZES)
     every = list(enumerate_strategies(WIDE, sizes, summa=True)) + list(
         enumerate_strategies(linear("f", 1, 12, 24), sizes)
     )
-    some = draw(st.lists(st.sampled_from(every), min_size=1, max_size=40))
-    return some, tuple(draw(st.booleans()) for _ in sizes)
+    return draw(st.lists(st.sampled_from(every), min_size=1, max_size=40))
 
 
 @given(offers())
 @settings(max_examples=50, deadline=None)
-def test_a_group_agrees_with_each_of_its_strategies(offer):
-    strategies, same_size = offer
-    groups = list(group_strategies(strategies, same_size))
+def test_a_group_agrees_with_each_of_its_strategies(strategies):
+    groups = list(group_strategies(strategies))
     assert sorted(int(i) for group in groups for i in group.indices) == list(range(len(strategies)))
     for group in groups:
         for place, index in enumerate(group.indices):
@@ -182,21 +192,15 @@ def test_a_group_agrees_with_each_of_its_strategies(offer):
                 mine = one.axes(which, transposes)
                 assert [axis.level for axis in theirs] == [axis.level for axis in mine]
                 for of_all, of_one in zip(theirs, mine):
-                    if same_size[of_one.level]:
-                        assert isinstance(of_all.size, int) and of_all.size == of_one.size
-                    else:
-                        assert of_all.size[place] == of_one.size
+                    assert of_all.size[place] == of_one.size
 
 
 @given(offers())
 @settings(max_examples=30, deadline=None)
-def test_there_are_no_more_groups_than_sequences_of_steps(offer):
-    """Strategies are in different groups only if their axes differ, or sizes differ on a level that requires equal ones."""
-    strategies, same_size = offer
+def test_there_are_no_more_groups_than_sequences_of_steps(strategies):
+    """Strategies are in different groups only if their axes differ."""
 
     def steps_of(one: Strategy) -> object:
-        return one.summa, tuple(
-            tuple(n if is_sized else n > 1 for n in split) for split, is_sized in zip(one.splits, same_size)
-        )
+        return one.summa, tuple(tuple(n > 1 for n in split) for split in one.splits)
 
-    assert len(list(group_strategies(strategies, same_size))) == len({steps_of(one) for one in strategies})
+    assert len(list(group_strategies(strategies))) == len({steps_of(one) for one in strategies})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.runtime.backend import backend_of
+from autoddl.pipelines.runtime.groupednorms import group_batch_norms
 from autoddl.pipelines.runtime.load import load_oneflow
 
 flow = load_oneflow()
@@ -71,7 +74,7 @@ def module_of(model: str, sizes: Any, seed: int = 1) -> Any:
         return models.initialize(Pictures(*sizes), seed)
     if model == "mlp":
         return models.initialize(models.MLP(sizes), seed)
-    if model == "moe":
+    if model in ("moe", "vgg", "resnet"):
         from autoddl.zoo.builtin import BuiltIn
         from autoddl.zoo.modules import build_module
 
@@ -91,6 +94,9 @@ def batch_of(model: str, sizes: Any, num_samples: int, seed: int = 7) -> tuple[n
     rng = np.random.default_rng(seed)
     if model == "mlp":
         return tuple(rng.standard_normal((num_samples, width)).astype(np.float32) for width in (sizes[0], sizes[-1]))
+    if model in ("vgg", "resnet"):
+        images = rng.standard_normal((num_samples, 3, sizes.image, sizes.image)).astype(np.float32)
+        return images, rng.integers(0, sizes.classes, num_samples)
     if model == "pictures":
         images = rng.standard_normal((num_samples, 3, 16, 16)).astype(np.float32)
         return images, rng.integers(0, sizes[0], num_samples)
@@ -105,6 +111,13 @@ def applied_module(
     from autoddl.pipelines.runtime.applied import AppliedModule
 
     return AppliedModule(module, graph, strategies, workload, **options)
+
+
+def in_type(workload: Workload, module: Any, data: tuple[np.ndarray, ...]) -> tuple[Any, tuple[np.ndarray, ...]]:
+    """A plain module and data in double precision, if ranks compute in it."""
+    if workload.precision != "float64":
+        return module, data
+    return module.double(), tuple(x.astype(np.float64) if x.dtype == np.float32 else x for x in data)
 
 
 def on_host(data: tuple[np.ndarray, ...]) -> list[Any]:
@@ -139,10 +152,12 @@ def run_pass(
 
     module = module_of(model, sizes)
     data = batch_of(model, sizes, workload.micro_batch)
+    applied = applied_module(module, graph, strategies, workload, backend=backend_of(workload.precision, "cpu"))
+    module, data = in_type(workload, module, data)
+    group_batch_norms(module, graph, strategies, workload.micro_batch)
     reference = module(*on_host(data))
     reference.backward()
     gradients = {name: p.grad.numpy() for name, p in module.named_parameters()}
-    applied = applied_module(module, graph, strategies, workload)
     baseline = measure_baseline() if counts_sections or counts_pass else None
 
     def whole_pass() -> float:
@@ -208,13 +223,17 @@ def train(
     """
     results = {}
     for name in optimizers:
-        plain, applied = module_of(model, sizes), applied_module(module_of(model, sizes), graph, strategies, workload)
+        backend = backend_of(workload.precision, "cpu")
+        plain, _ = in_type(workload, module_of(model, sizes), ())
+        group_batch_norms(plain, graph, strategies, workload.micro_batch)
+        applied = applied_module(module_of(model, sizes), graph, strategies, workload, backend=backend)
         mine, theirs = optimizer_of(name, applied.parameters()), optimizer_of(name, plain.parameters())
         errors, largest = {}, {}
         for step in range(num_steps):
             data = batch_of(model, sizes, workload.batch, seed=step)
             if data[1].dtype == np.int64:
                 data[1][data[1] < 0] = 0  # means of micro-batches are the batch's where equally many count
+            _, data = in_type(workload, plain, data)
             loss = applied.train_step(*data)
             reference = plain(*on_host(data))
             reference.backward()
@@ -235,6 +254,58 @@ def train(
         errors.update(relative_errors(values, expected))
         results[name] = errors
     return results
+
+
+def evaluate(
+    model: str, sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload
+) -> dict[str, float]:
+    """Losses in evaluation after two training steps: of the plan, of the plain module with its state dict, of a plan that loads it,
+    and of a plan without the steps."""
+    backend = backend_of(workload.precision, "cpu")
+    applied, loaded = (
+        applied_module(module_of(model, sizes), graph, strategies, workload, backend=backend) for _ in range(2)
+    )
+    optimizer = optimizer_of("sgd", applied.parameters())
+    plain, data = in_type(workload, module_of(model, sizes), batch_of(model, sizes, workload.batch))
+    for _ in range(2):
+        applied.train_step(*data)
+        optimizer.step()
+        optimizer.zero_grad()
+    for module in (plain, applied, loaded):
+        module.eval()
+    before = float(loaded(*data).numpy())
+    values = applied.state_dict()
+    plain.load_state_dict(values)
+    loaded.load_state_dict(values)
+    losses = {"applied": applied(*data), "plain": plain(*on_host(data)), "loaded": loaded(*data)}
+    return {"before": before, **{name: float(loss.numpy()) for name, loss in losses.items()}}
+
+
+def save_and_restore(model: str, sizes: Any, plans: list[Any], directory: Path) -> list[dict[str, np.ndarray]]:
+    """Train a step at the first plan and save it; a trainer of every plan restores it. Returns the running statistics of each."""
+    from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+    from autoddl.pipelines.runtime.stage.model import PlannedModel
+
+    found = []
+    for number, (graph, stages, schedule, workload) in enumerate([plans[0], *plans]):
+        data = batch_of(model, sizes, workload.batch)
+        size = workload.micro_batch
+        trainer = PipelineTrainer(
+            PlannedModel(module_of(model, sizes, seed=number), graph, stages),
+            schedule,
+            lambda parameters: optimizer_of("sgd", parameters),
+            lambda index, data=data, size=size: tuple(x[index * size : (index + 1) * size] for x in data),
+            backend=backend_of(workload.precision, "cpu"),
+        )
+        if number:
+            assert trainer.restore(directory)
+        else:
+            trainer.run()
+            assert trainer.save(directory)
+        own = {stage for _, stage in trainer._replicas}
+        buffers = [trainer._stages.buffers(stage) for stage in sorted(own)]
+        found.append({name: entry["value"] for of_stage in buffers for name, entry in of_stage.items()})
+    return found
 
 
 def move_between_plans(model: str, sizes: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
@@ -287,10 +358,12 @@ def micro_batches(
     """The steps of a whole training step in micro-batches, and its gradients; passes that are summed each by itself too."""
     module = module_of(model, sizes)
     data = batch_of(model, sizes, workload.batch)
+    applied = applied_module(module, graph, strategies, workload, backend=backend_of(workload.precision, "cpu"))
+    module, data = in_type(workload, module, data)
+    group_batch_norms(module, graph, strategies, workload.micro_batch)
     reference = module(*on_host(data))
     reference.backward()
     gradients = {name: p.grad.numpy() for name, p in module.named_parameters()}
-    applied = applied_module(module, graph, strategies, workload)
     with applied.stepper.logging() as steps:
         applied.train_step(*data)
     once = relative_errors(applied.logical_gradients(), gradients)

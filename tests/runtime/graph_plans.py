@@ -33,7 +33,7 @@ def strategies(graph: LayerGraph, *levels: tuple[int, int]) -> dict[str, Strateg
     chosen = {}
     for layer in graph.layers:
         by_rows = layer.kind == "embedding" or layer.name.endswith(_ROWS)
-        is_whole = layer.kind in ("conv2d", "opaque")
+        is_whole = layer.is_image or layer.kind == "opaque"
         splits = [(dp * mp, 1, 1) if is_whole else (dp, 1, mp) if by_rows else (dp, mp, 1) for dp, mp in levels]
         chosen[layer.name] = Strategy(tuple(splits))
     return chosen

@@ -131,10 +131,12 @@ def expected_steps(case):
     }
 
 
-def unpriced(layer: Layer, strategy, phase, ran):
+def unpriced(layer: Layer, strategy, phase, ran, number_bytes=4.0):
     """What nobody prices: the loss's own sum of one number, and Summa's sum of a bias's gradient over its rows."""
     if layer.kind == "loss" or "mse_loss" in layer.epilogue:
-        return Counter({step: count for step, count in ran.items() if step[0] == "all-reduce" and step[3] == 4.0})
+        return Counter(
+            {step: count for step, count in ran.items() if step[0] == "all-reduce" and step[3] == number_bytes}
+        )
     biases = [p for p in layer.parameters if len(p.shape) == 1]
     if strategy.summa and biases and phase == "gradient":
         nbytes = 4 * sum(p.num_elements for p in biases) / strategy.p1
@@ -166,7 +168,9 @@ def check_values(case, results):
         for section in result["sections"]:
             ran[section["layer"], section["phase"]] += section["steps"]
         for (name, phase), steps in priced.items():
-            extra = unpriced(case.graph[name], case.strategies[name], phase, ran[name, phase])
+            extra = unpriced(
+                case.graph[name], case.strategies[name], phase, ran[name, phase], float(case.workload.itemsize)
+            )
             assert ran[name, phase] - extra == counted(steps), (rank, name, phase)
 
 

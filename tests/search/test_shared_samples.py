@@ -19,7 +19,7 @@ from autoddl.costmodel.pricing import PriceBook, edge_steps
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.search.planner import Options, make_plan
-from autoddl.zoo import Transformer, llama
+from autoddl.zoo import Transformer, llama, vgg
 from autoddl.zoo.layers import GraphBuilder
 
 POSITIONS, HEADS, KEYS, SIZE = 8, 4, 2, 8
@@ -84,15 +84,11 @@ def test_a_sequence_of_128k_tokens_has_a_plan_on_64_devices():
     cluster = load_cluster("dgx-h100").resized(8, 8)
     planned = make_plan(graph, cluster, Options(batch=1))
     assert planned.optimal and planned.strategies["layers.0.self_attn"].num_devices == 64
-    # Images are not divided.
-    with pytest.raises(UserError, match="the nearest batch that works is 64"):
-        make_plan(pictures(), cluster, Options(batch=1))
-
-
-def pictures():
-    from autoddl.zoo import vgg
-
-    return vgg(11, image=32, classes=10, hidden=64)
+    # Images of 32 rows: the three channels of the first layer are whole on every rank, so at most 32 share an image.
+    pictures = vgg(11, image=32, classes=64, hidden=64)
+    with pytest.raises(UserError, match="the nearest batch that works is 2"):
+        make_plan(pictures, cluster, Options(batch=1))
+    assert make_plan(pictures, cluster, Options(batch=2)).strategies["features.0"].ranks_per_sample == 32
 
 
 # ---- Prices by hand ------------------------------------------------------------------------------------------------------------

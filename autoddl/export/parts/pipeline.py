@@ -12,6 +12,7 @@ import oneflow as flow
 
 from autoddl.pipelines.runtime.backend import HOST
 from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout
+from autoddl.pipelines.runtime.images import images_of, pixel_rows
 from autoddl.pipelines.runtime.loss_scaling import LossScaler
 from autoddl.pipelines.runtime.parameters import StoredParameter
 from autoddl.pipelines.runtime.pipeline.actions import BoundaryTensor, Run
@@ -43,6 +44,7 @@ class StageBoundary(NamedTuple):
         producer_layout: layout on the ranks of the stage that computes the tensor.
         consumer_layout: layout on the ranks of the next stage.
         shares_samples: whether ranks share the rows of a sample at one of the ends; then rows are sent, not samples.
+        is_image: whether samples are images, whose rows are pixels and whose features are channels.
     """
 
     rows: int
@@ -50,6 +52,7 @@ class StageBoundary(NamedTuple):
     producer_layout: Layout
     consumer_layout: Layout
     shares_samples: bool = False
+    is_image: bool = False
 
     @property
     def rows_per_sample(self) -> int:
@@ -117,11 +120,16 @@ class ModuleStages(SlotStages):
         def compute(x: Any, slot: int) -> Tensor:
             inputs = self.data.rows(slot, 0)
             if stage and self._between[stage - 1].shares_samples:  # rows of all samples arrive
-                p0 = prod(axis.size for axis in self._between[stage - 1].consumer_layout.axes(0))
-                x = x.reshape(max(len(inputs) // p0, 1), -1, x.shape[2])
+                entry = self._between[stage - 1]
+                samples = max(len(inputs) // prod(axis.size for axis in entry.consumer_layout.axes(0)), 1)
+                x = images_of(x, samples) if entry.is_image else x.reshape(samples, -1, x.shape[2])
             y = replica.module(x, inputs, self.data.rows(slot, 1))
-            is_sending_rows = stage < len(self._between) and self._between[stage].shares_samples
-            return y.reshape(-1, 1, y.shape[2]) if is_sending_rows else y
+            if stage == len(self._between) or not self._between[stage].shares_samples:
+                return y
+            exit_ = self._between[stage]
+            if exit_.is_image:
+                return pixel_rows(y, exit_.features // exit_.producer_layout.num_parts)
+            return y.reshape(-1, 1, y.shape[2])
 
         return compute
 

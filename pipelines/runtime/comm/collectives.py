@@ -221,15 +221,18 @@ def receive(shape: tuple[int, ...], dtype: Any, from_rank: int, device: str) -> 
     return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device(device))
 
 
-def shift(x: Tensor, axis: RankAxis) -> Tensor:
+def shift(x: Tensor, axis: RankAxis, backwards: bool = False) -> Tensor:
     """Send a tensor to the next rank of a ring, and return that of the previous one; without autograd.
 
     Args:
         x: Local tensor, of the same shape on all ranks of the group.
         axis: Mesh axis; every group of ranks along it is a ring, in rank order.
+        backwards: Whether the ring is in the opposite order.
     """
     group, place = axis.group(flow.env.get_rank()), axis.index(flow.env.get_rank())
     following, previous = group[(place + 1) % axis.size], group[place - 1]
+    if backwards:
+        following, previous = previous, following
     # Every second rank sends first: two ranks that both send before they receive would wait for each other.
     if place % 2 == 0:
         send(x, following)

@@ -422,6 +422,7 @@ def linear_layouts(
     layout: Layout,
     sections: Sequence[int] = (),
     num_groups: int = 1,
+    window: Sequence[int] = (),
 ) -> tuple[ParameterLayout, ...]:
     """Return the layouts of the weights (out, in) of modules that read the same tensor, and then those of their biases.
 
@@ -435,6 +436,7 @@ def linear_layouts(
         layout: Layout of the layer.
         sections: Widths of the sections of the product order; see `product_rows`. Default: one section.
         num_groups: Number of groups of the product order.
+        window: Further dimensions of the weights, which every rank holds completely: those of a convolution's kernel.
     """
     rows = list((weights or biases).values())
     matrix = matrix_indices(sum(rows), in_features, layout)
@@ -456,10 +458,12 @@ def linear_layouts(
         start = 0
         for sources in tensors:
             num_rows = sum(rows for _, rows in sources)
-            shape = (num_rows, in_features) if columns else (num_rows,)
-            indices = (_rows_between(features, order, start, start + num_rows), *columns)
+            others = tuple(window) if columns else ()
+            shape = (num_rows, in_features, *others) if columns else (num_rows,)
+            whole = tuple(all_indices(length, layout.num_ranks) for length in others)
+            indices = (_rows_between(features, order, start, start + num_rows), *columns, *whole)
             name = joined_name([name for name, _ in sources])
-            result.append(ParameterLayout(name, sources, shape, axes, indices, reduced))
+            result.append(ParameterLayout(name, sources, shape, (*axes, *((),) * len(others)), indices, reduced))
             start += num_rows
     return _sharded(result, layout)
 

@@ -333,6 +333,14 @@ def _conv2d(context: _Context) -> GlobalLayer:
     return _single_module(context, Call("Convolution", (MESH, layer.parameters[0].shape), options), layer.input_shape)
 
 
+def _pool(context: _Context) -> GlobalLayer:
+    context.check_whole_samples()
+    attributes = context.layer.attributes
+    options = {name: attributes[name] for name in ("kernel_size", "stride", "padding")}
+    module = Call("nn.MaxPool2d" if attributes["maximum"] else "nn.AvgPool2d", (), options)
+    return _single_module(context, module, context.layer.input_shape)
+
+
 def _loss(context: _Context) -> GlobalLayer:
     layer = context.layer
     call = Call(_own(), (X, TARGETS), num_steps=-1, computes=True)
@@ -361,6 +369,7 @@ _KINDS: Mapping[str, Callable[[_Context], GlobalLayer]] = {
     "attention": _attention,
     "add": _add,
     "conv2d": _conv2d,
+    "pool": _pool,
     "loss": _loss,
     "opaque": _opaque,
 }

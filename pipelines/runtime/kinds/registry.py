@@ -21,7 +21,22 @@ from ..comm.layouts import (
     whole_layouts,
 )
 from ..statements import Call, LayerContext, LayerProgram
-from . import add, attention, conv2d, embedding, experts, latent, linear, loss, norm, opaque, position, tokengate
+from . import (
+    add,
+    attention,
+    batchnorm,
+    conv2d,
+    embedding,
+    experts,
+    latent,
+    linear,
+    loss,
+    norm,
+    opaque,
+    pool,
+    position,
+    tokengate,
+)
 
 __all__ = ["layer_program", "layouts_call", "parameter_layouts", "plain_module", "register", "registered_functions"]
 
@@ -63,7 +78,9 @@ _RANK_KINDS: dict[str, RankKind] = {
     "attention": RankKind(attention.program),
     "norm": RankKind(norm.program, plain_module=norm.plain_module),
     "add": RankKind(add.program),
-    "conv2d": RankKind(conv2d.program, plain_module=conv2d.plain_module),
+    "conv2d": RankKind(conv2d.program, conv2d.layouts, conv2d.plain_module),
+    "batch_norm": RankKind(batchnorm.program, plain_module=batchnorm.plain_module),
+    "pool": RankKind(pool.program),
     "experts": RankKind(experts.program, experts.layouts),
     "token_gate": RankKind(tokengate.program),
     "latent_attention": RankKind(latent.program),

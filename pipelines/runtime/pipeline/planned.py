@@ -14,17 +14,18 @@ import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.pricing import edge_shape, row_features
 
 from ..backend import HOST, Backend
 from ..comm.layouts import ParameterLayout
 from ..load import load_oneflow
 from ..parameters import whole_value
+from ..runningstats import running_shapes
 from ..setting import Batch
 from ..shards import readable_weights
 from ..stage.model import PlannedModel, StageWeights, StoredWeight
 from ..stage.output import whole_output
-from ..stage.stage import Stage
+from ..stage.stage import Stage, rows_of
 from ..stage.tracing import Measure, StageTracer, TracedSection
 from ..stepping import Stepper
 from ..userparameters import values_of
@@ -117,8 +118,7 @@ class PlannedStages(SlotStages):
         def evaluate(x: Tensor | None, slot: int) -> Tensor:
             y = stage.run(x, weights, self._batch(stage, slot, is_last))
             if not is_last:
-                # The rows of the boundary's matrix: samples, or those of samples that ranks share.
-                y = y.reshape(-1, self.boundaries[run.task.stage].row_shape[0], y.shape[2])
+                y = self._as_sent(y, run.task.stage)
             if is_last and self._loss_of is not None:
                 y = self._loss_of(whole_output(y, stage, self._slot_rows).to(self._backend.master))
             if flow.is_grad_enabled() and not y.requires_grad:
@@ -126,6 +126,14 @@ class PlannedStages(SlotStages):
             return y
 
         return evaluate
+
+    def _as_sent(self, y: Tensor, number: int) -> Tensor:
+        """Return the output of a stage as rows of the boundary's matrix: of samples, or those of samples that ranks share."""
+        stage = self._model.stages[number]
+        layer = stage.layers(self._model.graph)[-1]
+        if self._holding.shape(number)[0] > self._slot_rows:
+            return rows_of(y, layer, stage.strategies[layer.name])
+        return y.reshape(-1, self.boundaries[number].row_shape[0], y.shape[2])
 
     def _batch(self, stage: Stage, slot: int, is_last: bool) -> Batch:
         """Return the data of a slot that the stage reads."""
@@ -213,7 +221,21 @@ class PlannedStages(SlotStages):
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
     def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
-        return self._shapes[stage]
+        buffers = {
+            f"{layer.modules[0]}.{name}": shape
+            for layer in self._model.stages[stage].layers(self._model.graph)
+            if layer.kind == "batch_norm"
+            for name, shape in running_shapes(self._model.module, layer.modules[0]).items()
+        }
+        return {**self._shapes[stage], **buffers}
+
+    def buffers(self, stage: int) -> dict[str, Entry]:
+        """Return the running statistics of a stage, named as in `shapes`; all ranks of the stage call."""
+        return {
+            f"{path}.{name}": {"value": value}
+            for path, (running, layout) in self._stages[stage].statistics.items()
+            for name, value in running.whole(layout, self._stepper).items()
+        }
 
     def frozen(self, stage: int) -> dict[str, Entry]:
         """Return this rank's shards of a stage's frozen weights, by the names of the stored weights."""
@@ -242,6 +264,9 @@ class PlannedStages(SlotStages):
                 if value.shape == first["value"].shape:
                     whole = weight.layout.joined({source: part[key] for source, part in parts.items()})
                     shards[name][key] = weight.layout.stored(whole, self._rank_in_worker)
+        for path, (running, _) in self._stages[stage].statistics.items():
+            names = running_shapes(self._model.module, path)
+            running.load({name: entries[f"{path}.{name}"]["value"] for name in names})
         compute = self._backend.compute
         self._frozen[stage] = {n: self._backend.tensor(shards[n]["value"], compute) for n in self._frozen[stage]}
         replica.restore(shards)
@@ -271,5 +296,5 @@ def _shared_weights(weights: Sequence[StageWeights]) -> list[dict[int, Parameter
 
 def _boundary_tensor(layer: Layer, rows_per_sample: int, backend: Backend) -> BoundaryTensor:
     """Return the shape and type of a layer's output for one sample, or for one of ``rows_per_sample`` rows: (rows, features)."""
-    features = edge_shape(layer, 1)[1]
+    features = edge_shape(layer, 1)[1] if rows_per_sample == 1 else row_features(layer)
     return BoundaryTensor((layer.output_elements // features // rows_per_sample, features), backend.compute)

@@ -43,7 +43,8 @@ def stage_layouts(
         rows_per_sample = 1
         if samples is not None and number + 1 < len(stages):
             slices = max(leaving.p0, entry_strategy(graph, stages, number + 1).p0)
-            rows_per_sample = moved_shape(layers[-1], slices, samples)[0] // samples
+            rows, features = moved_shape(layers[-1], slices, samples)
+            rows_per_sample, columns = rows // samples, features
         is_joint = _is_joint(graph, stage, entry)
         result.append(StageLayout(arriving, leaving.activations, columns, row_multiple, is_joint, rows_per_sample))
     return tuple(result)

@@ -217,6 +217,8 @@ class PipelineTrainer:
         entries = {}
         for (_, stage), replica in self._replicas.items():
             whole = self._stages.whole(stage, self._entries(stage, replica))
+            if isinstance(self._stages, PlannedStages):
+                whole.update(self._stages.buffers(stage))
             entries.update({name: entry for name, entry in whole.items() if self._owners[name] == self.rank})
         name = self.lowered.schedule.name
         counts = self.num_updates, self.num_micro_batches

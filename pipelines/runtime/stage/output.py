@@ -10,9 +10,10 @@ from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 
 from ..comm.moving import move_tensor
+from ..images import images_of
 from ..load import load_oneflow
 from ..sequences import ascending
-from .stage import Stage
+from .stage import Stage, rows_of
 
 flow: Any = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -47,8 +48,10 @@ def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
         return dy[rows, :, features].contiguous()
 
     if moves_rows:
-        value = value.reshape(value.shape[0] * value.shape[1], 1, value.shape[2])
+        value = rows_of(value, last.layer, last.strategy)
     whole = _Function.apply("whole", forward, backward, value)
+    if moves_rows and last.layer.is_image:
+        whole = images_of(whole, samples)
     if stage.is_mirrored:
         whole = ascending(whole.reshape(samples, -1, whole.shape[2]))
     per_sample = last.layer.output_shape

@@ -208,6 +208,11 @@ def check_input_shape(graph: LayerGraph, layer: Layer, strategy: Strategy) -> No
     if len(producers) != 1 or strategy.p1 * strategy.p2 == 1:
         return
     produced, read = graph[producers[0]].output_shape, layer.input_shape
+    if len(produced) == 3 and (len(read) != 3 and prod(read[:-1]) > 1):
+        raise UserError(
+            f"{layer.describe()}: it reads the image {produced} of {producers[0]!r} as rows {read}, "
+            "which is not supported if features are split"
+        )
     if len(produced) <= 2 and len(read) <= 2 and produced[-1:] != read[-1:]:
         raise UserError(
             f"{layer.describe()}: it reshapes {produced} of {producers[0]!r} to {read}, "
@@ -234,4 +239,5 @@ def local_shape(rows: int, strategy: Strategy, samples: int) -> tuple[int, int]:
     ((2, 16), (1, 8))
     """
     p0 = strategy.p0
-    return (samples // p0, rows) if p0 <= samples else (1, samples * rows // p0)
+    # A part of an image is one row, as a whole one is.
+    return (samples // p0, rows) if p0 <= samples else (1, max(samples * rows // p0, 1))

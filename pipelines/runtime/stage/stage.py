@@ -24,11 +24,14 @@ from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
 
+from ..comm.layouts import Layout
 from ..comm.moves import move_calls
 from ..comm.moving import run_moves
 from ..feeding import feeds_of, inputs_of
+from ..images import images_of, pixel_rows
 from ..layers import Body, build_body
 from ..operations import checkpoint
+from ..runningstats import RunningStatistics
 from ..setting import Batch, LayerSetting
 from ..shards import attach_weights
 from ..statements import Call
@@ -36,7 +39,7 @@ from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
 from .plan import check_input_shape, is_mirrored, local_shape, source_layer, stored_rows, strategies_of
 
-__all__ = ["ReadyLayer", "Stage"]
+__all__ = ["ReadyLayer", "Stage", "rows_of", "samples_of"]
 
 Tensor = Any
 
@@ -96,6 +99,7 @@ class Stage:
         stepper: The ranks of the stage.
         source: Name of the previous stage's layer whose output this stage receives; None in the first stage.
         feeds: For each layer that reads the data, the index of the model's input that it reads.
+        statistics: Running statistics of batch norms with their layouts, by the path of the module.
 
     Raises:
         UserError: A layer cannot be run at its strategy. The message names the layer.
@@ -114,6 +118,7 @@ class Stage:
         everything = {name: strategy for stage in model.stages for name, strategy in stage.strategies.items()}
         #: Whether the positions of all samples are in mirrored order.
         self.is_mirrored = is_mirrored(graph, everything)
+        self.statistics: dict[str, tuple[RunningStatistics, Layout]] = {}
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
         self.layers = tuple(self._ready(layer) for layer in plan.layers(graph))
         self._sections = self._divided()
@@ -154,7 +159,7 @@ class Stage:
             strategy = replace(strategy, zero=0, hybrid=False)  # frozen weights are not divided
         recompute = is_recomputed_alone(kind_of(layer.kind), self._places[layer.name], self._recompute)
         options = recompute, self._attention, self._is_in_recomputed_block(layer), self.is_mirrored
-        setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, *options)
+        setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, *options, self.statistics)
         check_input_shape(graph, layer, strategy)
         positions = self.weights.positions[layer.name]
         return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), positions)
@@ -199,7 +204,7 @@ class Stage:
         assert self.source is not None
         rows = stored_rows(self._model.graph[self.source].output_shape)
         shape = local_shape(rows, self._strategies[self.source], samples)
-        return x if tuple(x.shape[:2]) == shape else x.reshape(*shape, x.shape[2])
+        return x if tuple(x.shape[:2]) == shape else samples_of(x, self._model.graph[self.source], shape)
 
     def run_layer(self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -> Tensor:
         """Redistribute a layer's inputs from their producers' layouts, and return the layer's output.
@@ -259,11 +264,26 @@ class Stage:
         shape = moved_shape(layer, max(source.p0, reader.strategy.p0), samples)
         moves_rows = shape[0] != samples
         if moves_rows:
-            x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
+            x = rows_of(x, layer, source)
         key = (producer, reader.name, samples)
         if key not in self._known_moves:
             route = redistribute(source.activations, reader.strategy.activations, shape)
             self._known_moves[key] = move_calls(route, tuple(x.shape))
         x = run_moves(x, self._known_moves[key], self.stepper)
-        rows = stored_rows(layer.output_shape)
-        return x.reshape(*local_shape(rows, reader.strategy, samples), x.shape[2]) if moves_rows else x
+        return (
+            samples_of(x, layer, local_shape(stored_rows(layer.output_shape), reader.strategy, samples))
+            if moves_rows
+            else x
+        )
+
+
+def rows_of(x: Tensor, layer: Layer, strategy: Strategy) -> Tensor:
+    """Return this rank's part of a layer's output (samples, rows, features) as rows, or as pixels: (rows, 1, features)."""
+    if len(layer.output_shape) == 3:
+        return pixel_rows(x, layer.output_shape[0] // (strategy.p1 * strategy.p2))
+    return x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
+
+
+def samples_of(x: Tensor, layer: Layer, shape: tuple[int, int]) -> Tensor:
+    """Return rows or pixels of a layer's output as (samples, rows, features); ``shape`` is that of samples and rows."""
+    return images_of(x, shape[0]) if len(layer.output_shape) == 3 else x.reshape(*shape, x.shape[2])

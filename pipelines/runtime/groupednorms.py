@@ -1,0 +1,76 @@
+"""Batch norms of one device with the statistics that the ranks of a plan have: what a plan is compared with.
+
+Every rank normalises its own samples, so the result of a model with batch norms depends on their number. One device computes the
+same if it normalises the samples of each rank by themselves, one pass and one rank after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.strategy import Strategy
+
+from .facts import module_at
+from .load import load_oneflow
+
+flow = load_oneflow()
+
+__all__ = ["group_batch_norms"]
+
+Tensor = Any
+
+
+def group_batch_norms(module: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], pass_samples: int) -> None:
+    """Let the batch norms of a module on one device have the statistics that the ranks of a plan have. Changes the module.
+
+    Running statistics are the means of those of the ranks.
+
+    Args:
+        module: The user's model.
+        graph: The layer graph.
+        strategies: Strategies of all layers, by name.
+        pass_samples: Samples of a forward pass of all ranks.
+    """
+    for layer in graph.layers:
+        if layer.kind == "batch_norm":
+            own = module_at(module, layer.modules[0])
+            num_parts = 1 if layer.attributes["synchronised"] else strategies[layer.name].p0
+            own.forward = functools.partial(_forward, own, num_parts, pass_samples)
+
+
+def _forward(norm: Any, num_parts: int, pass_samples: int, x: Tensor) -> Tensor:
+    if not norm.training:
+        return flow.nn.BatchNorm2d.forward(norm, x)
+    passes = [x[first : first + pass_samples] for first in range(0, x.shape[0], pass_samples)]
+    return flow.cat([_pass(norm, num_parts, samples) for samples in passes], dim=0)
+
+
+def _pass(norm: Any, num_parts: int, x: Tensor) -> Tensor:
+    """Normalise the samples of a pass in ``num_parts`` parts: whole samples, or rows of each image."""
+    sharing = max(num_parts // x.shape[0], 1)
+    num_groups = num_parts // sharing
+    running = [value for value in (norm.running_mean, norm.running_var) if value is not None]
+    moved: list[list[Tensor]] = [[] for _ in running]
+
+    def normalised(part: Tensor) -> Tensor:
+        own = [value.clone() for value in running]
+        for values, value in zip(moved, own):
+            values.append(value)
+        mean, variance = own or (None, None)
+        return flow._C.normalization(
+            part.contiguous(), mean, variance, norm.weight, norm.bias, 1, norm.eps, norm.momentum, is_training=True
+        )
+
+    result = []
+    for samples in flow.chunk(x, num_groups, dim=0):
+        strips = flow.chunk(samples, sharing, dim=2) if sharing > 1 else [samples]
+        parts = [normalised(strip) for strip in strips]
+        result.append(flow.cat(parts, dim=2) if sharing > 1 else parts[0])
+    for value, values in zip(running, moved):
+        value.copy_(sum(values[1:], values[0]) * (1.0 / len(values)))
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    return flow.cat(result, dim=0)

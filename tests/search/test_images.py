@@ -1,0 +1,169 @@
+"""Plans of convolutions, batch norms and poolings against all of their strategies, and their steps against hand-worked ones."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import gcd, inf, prod
+
+import pytest
+
+from autoddl.costmodel.assessment import assess
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.layerwork import Place, layer_work
+from autoddl.costmodel.pricing import PriceBook, edge_steps
+from autoddl.costmodel.strategy import Strategy, enumerate_strategies
+from autoddl.costmodel.workload import Workload
+from autoddl.search.planner import Options, make_plan
+from autoddl.zoo import resnet, vgg
+from autoddl.zoo.layers import GraphBuilder, batch_norm, conv2d, pool
+
+CHANNELS, SIDE = 8, 8
+
+
+def toy(synchronised):
+    builder = GraphBuilder("toy", "image")
+    shape = (CHANNELS, SIDE, SIDE)
+    builder.chain(
+        builder.add(conv2d("first", shape, CHANNELS, kernel_size=3, padding=1, epilogue=("relu",))),
+        [
+            batch_norm("norm", shape, synchronised=synchronised),
+            conv2d("last", shape, 2 * CHANNELS, kernel_size=3, stride=2, padding=1, bias=False),
+        ],
+    )
+    return builder.build()
+
+
+def by_hand(levels, samples):
+    """All strategies of the convolutions and of the batch norm."""
+    triples = [
+        [t for t in product(range(1, size + 1), repeat=3) if prod(t) == size and CHANNELS % (t[1] * t[2]) == 0]
+        for size in levels
+    ]
+    of_convolutions, of_norms = [], []
+    for splits in product(*triples):
+        p0, parts = prod(t[0] for t in splits), prod(t[1] * t[2] for t in splits)
+        if CHANNELS % parts:
+            continue
+        q = p0 // gcd(p0, samples)
+        whole = q == 1
+        if not whole and (q * samples != p0 or SIDE // 2 % q):  # the output has half of the rows
+            continue
+        if whole:
+            of_convolutions.append(Strategy(splits))
+        else:
+            positions, left = [], q
+            for t in reversed(splits):  # the ranks of one image are neighbours
+                positions.insert(0, gcd(left, t[0]))
+                left //= positions[0]
+            of_convolutions.append(Strategy(splits, sequence="halo", positions=tuple(positions)))
+        if all(t[2] == 1 for t in splits):
+            of_norms.append(Strategy(splits))
+    return of_convolutions, of_norms
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+@pytest.mark.parametrize("levels", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_plans_are_the_best_of_all(levels, samples, synchronised):
+    graph, cluster = (
+        toy(synchronised),
+        load_cluster("gcp-a100").resized(*((1, *levels) if len(levels) == 1 else levels)),
+    )
+    convolutions, norms = by_hand(levels, samples)
+    workload = Workload(samples, samples, cluster.default_precision)
+    first = [strategy for strategy in convolutions if strategy.ranks_per_sample <= SIDE // 2]
+    assert PriceBook(graph, cluster, workload).space_size(samples) == len(convolutions) * len(norms) * len(first)
+    least = inf
+    for one, norm, other in product(convolutions, norms, first):
+        strategies = {"first": one, "norm": norm, "last": other}
+        least = min(least, assess(graph, cluster, workload, strategies).step_s)
+    planned = make_plan(graph, cluster, Options(batch=samples, micro_batch=samples, recompute=False))
+    assert planned.optimal and planned.cost == pytest.approx(least, rel=1e-9)
+
+
+def steps_of(layer, strategy, samples=4):
+    work = layer_work(layer, strategy, Workload(samples, samples, "float32"), samples, Place())
+    return work.forward, work.backward, work.gradient
+
+
+def test_steps_of_a_convolution():
+    """4 images of 8 x 8 pixels, 16 -> 32 channels, on (2,2,2): a rank gathers 2 images with half of the channels."""
+    layer = conv2d("c", (16, 8, 8), 32, kernel_size=3, padding=1, bias=False)
+    forward, backward, gradient = steps_of(layer, Strategy(((2, 2, 2),)))
+    gathered, written = 2 * 64 * 8 * 4, 2 * 64 * 16 * 4
+    assert forward == (
+        Step(Collective.ALL_GATHER, Axis(2, 1), gathered),
+        Step(Collective.REDUCE_SCATTER, Axis(2, 2), written),
+    ) or forward == (
+        Step(Collective.ALL_GATHER, Axis(2, 2), gathered),
+        Step(Collective.REDUCE_SCATTER, Axis(2, 1), written),
+    )
+    assert [(step.collective, step.nbytes) for step in backward] == [
+        (Collective.ALL_GATHER, written),
+        (Collective.REDUCE_SCATTER, gathered),
+    ]
+    # 32 x 16 kernels of 9 numbers, a quarter on each rank.
+    assert gradient == (Step(Collective.ALL_REDUCE, Axis(2, 4), 32 * 16 * 9 / 4 * 4),)
+
+
+def test_steps_of_a_halo():
+    """One image of 8 x 8 pixels and 16 channels on 2 nodes of 2 ranks: 7 x 7 windows need 3 rows on each side.
+
+    What a node's first rank needs is on the other node: rows pass along the inner axis and then along the outer one.
+    """
+    strategy = Strategy(((2, 1, 1), (2, 1, 1)), sequence="halo", positions=(2, 2))
+    layer = conv2d("c", (16, 12, 8), 16, kernel_size=7, padding=3, bias=False)
+    forward, backward, _ = steps_of(layer, strategy, samples=1)
+    row = 8 * 16 * 4
+    inner, outer = Axis(2, 1, 1), Axis(2, 2, 0)
+    assert forward == backward == tuple(Step(Collective.SHIFT, axis, 3 * row) for axis in (inner, outer) * 2)
+    # A rank that reads the data has them already.
+    first = layer_work(layer, strategy, Workload(1, 1, "float32"), 1, Place(is_first=True))
+    assert first.forward == first.backward == ()
+    # 3 x 3 windows with stride 2 need a row of the rank before only.
+    strided = conv2d("c", (16, 16, 8), 16, kernel_size=3, stride=2, padding=1, bias=False)
+    assert steps_of(strided, strategy, samples=1)[0] == tuple(
+        Step(Collective.SHIFT, axis, row) for axis in (inner, outer)
+    )
+
+
+def test_images_that_ranks_share_move_as_rows_of_pixels():
+    """From 4 strips of an image to 4 blocks of its channels: an all-to-all of a quarter of 8 x 8 x 8 numbers."""
+    layer = conv2d("c", (8, 8, 8), 8, kernel_size=1)
+    strips, blocks = Strategy(((4, 1, 1),)), Strategy(((1, 4, 1),))
+    assert edge_steps(layer, strips, blocks, Workload(1, 1, "float32"), 1) == (
+        Step(Collective.ALL_TO_ALL, Axis(4, 1), 8 * 8 * 8 * 4 / 4),
+    )
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_statistics_of_all_ranks(synchronised):
+    """Two sums of each of 8 channels, half of them on a rank, in single precision."""
+    layer = batch_norm("n", (8, 4, 4), synchronised=synchronised)
+    forward, backward, _ = steps_of(layer, Strategy(((4, 2, 1),)))
+    assert forward == backward == ((Step(Collective.ALL_REDUCE, Axis(4, 2), 2 * 4 * 4),) if synchronised else ())
+
+
+def test_poolings_keep_the_place_of_the_largest():
+    assert pool("p", (4, 8, 8), kernel_size=2).kept_elements == 4 * 4 * 4
+    assert pool("p", (4, 8, 8), kernel_size=8, maximum=False).kept_elements == 0
+    assert pool("p", (4, 8, 8), kernel_size=3, stride=2, padding=1).output_shape == (4, 4, 4)
+
+
+def test_channels_of_sums_divide_not_their_width():
+    """7 pixels wide, 512 channels."""
+    layer = next(layer for layer in resnet(18).layers if layer.output_shape == (512, 7, 7) and layer.kind == "add")
+    assert {s.splits[0] for s in enumerate_strategies(layer, (4,))} == {(4, 1, 1), (2, 2, 1), (1, 4, 1)}
+    assert {s.splits[0] for s in enumerate_strategies(layer, (7,))} == {(7, 1, 1)}
+
+
+@pytest.mark.parametrize("model", [resnet(18), vgg(11)], ids=["resnet", "vgg"])
+def test_fewer_images_than_ranks_have_a_plan_that_beats_a_split_of_images_alone(model):
+    cluster = load_cluster("piz-daint").resized(4, 1)
+    planned = make_plan(model, cluster, Options(batch=2))
+    assert planned.optimal
+    assert any(strategy.positions for strategy in planned.strategies.values())
+    alone = make_plan(model, load_cluster("piz-daint").resized(2, 1), Options(batch=2))
+    assert planned.cost < alone.cost
