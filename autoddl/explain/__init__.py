@@ -12,6 +12,7 @@ from .devicememory import DeviceMemory
 from .document import explanation_document
 from .explanation import Explanation, explain
 from .groups import LayerGroup, StageGroup
+from .savings import Saving
 from .searched import Certificate, RivalFigures
 from .steptime import StepPart
 from .view import PlanView, view_of
@@ -26,6 +27,7 @@ __all__ = [
     "MemoryPrice",
     "PlanView",
     "RivalFigures",
+    "Saving",
     "StageChoices",
     "StageGroup",
     "StepPart",

@@ -37,6 +37,17 @@ def explanation_document(explained: Explanation) -> dict[str, Any]:
         "without_memory_limit": None
         if price is None
         else {"cost_s": price.unlimited_s, "is_exact": price.is_exact, "seconds_per_byte": price.seconds_per_byte},
+        "savings": [
+            {
+                "choice": saving.choice,
+                "layers": list(saving.layers),
+                "saved_bytes": saving.saved_bytes,
+                "extra_s": saving.extra_s,
+                "fits_without": saving.fits,
+                "text": saving.sentence,
+            }
+            for saving in view.savings
+        ],
         "sections": [
             {
                 "stages": list(section.stages),

@@ -22,6 +22,7 @@ from ..plandocument import UNCLAIMED
 from ..planfile import PlanFile
 from .devicememory import DeviceMemory, device_memory
 from .groups import StageGroup, stage_groups
+from .savings import Saving, savings_of
 from .searched import Certificate, RivalFigures, StrategySpace, certificate_of, rivals_of, strategy_space_of
 from .steptime import StepPart, step_parts
 
@@ -106,6 +107,11 @@ class PlanView:
     def cost_s(self) -> float:
         """The cost that the search minimised [s]: the step, or its communication."""
         return self.evaluation.cost(self.objective)
+
+    @cached_property
+    def savings(self) -> tuple[Saving, ...]:
+        """What the choices besides splits save and cost."""
+        return savings_of(self.plan, self.memory_limit_bytes)
 
     @property
     def verdict(self) -> str:

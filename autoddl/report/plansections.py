@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..explain import Alternative, Choice, DeviceMemory, Explanation, LayerGroup, PlanView, StageGroup
-from ..text.explanation import memory_sentence, regret_text, why_text
+from ..text.explanation import memory_sentence, regret_text, saving_sentence, why_text
 from ..text.layers import meaning
 from .charts import Segment, bar, graph_gutters, gutter_width
 from .markup import Markup, element, join
@@ -176,8 +176,8 @@ def _graph_row(group: LayerGroup, kind: str, block: str, gutter: Markup, longest
     label = f"{group.name}: {format_seconds(group.compute_s)} computation, {format_seconds(group.communication_s)} communication"
     lines = [
         element("div", element("span", word, class_="which"), group.sbp[tensor], class_="nowrap")
-        for tensor, word in (("input", "in"), ("weight", "weight"), ("output", "out"))
-        if group.sbp[tensor]
+        for tensor, word in (("input", "in"), ("parameter", "weight"), ("state", "states"), ("output", "out"))
+        if group.sbp[tensor] and (tensor != "state" or group.strategy.zero)
     ]
     return element(
         "tr",
@@ -247,6 +247,10 @@ def memory_section(explained: Explanation) -> Section:
                 f"The line marks the limit; the full width of a bar is the device's {format_bytes(capacity)}. ",
                 memory_sentence(explained)[0].upper() + memory_sentence(explained)[1:] + ".",
                 class_="lead small",
+            ),
+            *(
+                paragraph(f"Against the same plan without it: {saving_sentence(saving, view)}.", class_="lead small")
+                for saving in view.savings
             ),
         ),
     )

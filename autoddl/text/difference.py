@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..diffing import Changed, Figure, LayerChange, PlanDifference
+from .explanation import saving_sentence
 from .layers import legend, repeated
 from .tables import Block, Column, Section, Table, Text
 
@@ -32,7 +33,24 @@ def difference_text(difference: PlanDifference, names: tuple[str, str]) -> Text:
         ("Pipeline", difference.pipeline),
     )
     changed: list[Section] = [[title, Table.of(_CHANGES, changes)] for title, changes in properties if changes]
-    return Text((head, ["Per step", Table.of(_FIGURES, difference.figures)], *changed, _layers(difference)))
+    figures: Section = ["Per step", Table.of(_FIGURES, difference.figures)]
+    return Text((head, figures, *changed, _savings(difference), _layers(difference)))
+
+
+def _savings(difference: PlanDifference) -> Section:
+    """What choices besides splits save and cost in each of the plans, if they are not the same."""
+    sentences = [
+        [saving_sentence(saving, view) for saving in view.savings] for view in (difference.before, difference.after)
+    ]
+    if sentences[0] == sentences[1]:
+        return []
+    rows = [
+        (when if not number else "", sentence)
+        for when, lines in zip(("before", "after"), sentences)
+        for number, sentence in enumerate(lines or ["nothing is divided or gathered again"])
+    ]
+    title = "What is divided and gathered again (against the same plan without it, on the fullest device)"
+    return [title, Table((Column(), Column(wraps=True)), tuple(rows))]
 
 
 def _growth(row: Figure) -> str:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from autoddl.costmodel.graph_meshes import EAGER
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..explain import Alternative, Choice, Explanation, PlanView, StepPart
+from ..explain import Alternative, Choice, Explanation, PlanView, Saving, StepPart
 from ..explain.view import batch_text
 from .layers import legend
 from .tables import Column, Section, Table, Text
 
-__all__ = ["explanation_text", "memory_sentence", "regret_text", "why_text"]
+__all__ = ["explanation_text", "memory_sentence", "regret_text", "saving_sentence", "savings_section", "why_text"]
 
 #: A resource is named if its time grows by at least this part of the regret.
 _NAMED_SHARE = 0.05
@@ -22,7 +22,7 @@ _NAMED_SHARE = 0.05
 def explanation_text(explained: Explanation) -> Text:
     """Return what limits the step, the use of memory, and every choice with its alternatives."""
     view = explained.view
-    sections = [_heading(view), _step_parts(view), ["Memory", f"  {memory_sentence(explained)}"]]
+    sections = [_heading(view), _step_parts(view), ["Memory", f"  {memory_sentence(explained)}"], savings_section(view)]
     sections.append(["Choices and their nearest alternatives", f"  {explained.scope}"])
     for number, section in enumerate(explained.sections):
         table = Table.of(_CHOICES, _choice_rows(section.choices, view.cost_s))
@@ -31,6 +31,22 @@ def explanation_text(explained: Explanation) -> Text:
     if any(alternative.limit == "memory" for choice in choices for alternative in choice.alternatives):
         sections.append(["memory: without the memory limit this choice would be as good or better"])
     return Text(tuple(sections))
+
+
+def savings_section(view: PlanView) -> Section:
+    """Return a section with what choices besides splits save and cost; an empty section if there are none."""
+    lines = [f"  {saving_sentence(saving, view)}" for saving in view.savings]
+    return (
+        ["Why it divides and gathers (against the same plan without it, on the fullest device)", *lines]
+        if lines
+        else []
+    )
+
+
+def saving_sentence(saving: Saving, view: PlanView) -> str:
+    """Return a saving in words, with the number of its layers."""
+    count, total = len(saving.layers), len(view.plan.graph.layers)
+    return f"{saving.sentence} ({count} of {total} layers)"
 
 
 def _heading(view: PlanView) -> Section:

@@ -63,6 +63,7 @@ _WORDS = {
     "hybrid": "gradients and parameters inside nodes only",
     "regathers": "the backward pass gathers the input again",
     "experts": "p0 devices that divide the experts, per level",
+    "halo": "devices that share an image's rows, and exchange those at their boundaries",
     "gather": "devices that share a sample's positions, and gather keys and values",
     "ring": "devices that share a sample's positions, and pass keys and values round",
     "copies": "devices that use the same key and value",
@@ -88,6 +89,6 @@ def legend(levels: Sequence[Level] = (), strategies: Iterable[Strategy] = ()) ->
 
 
 def layouts_of(assessed: LayerAssessment) -> Mapping[str, str]:
-    """Return the SBP layouts of ``input``, ``weight`` and ``output`` as text; ``-`` for the weight of a layer without weights."""
+    """Return the SBP layouts of :meth:`.Strategy.sbp` as text; ``-`` for those of the weights of a layer without weights."""
     layouts = assessed.strategy.sbp(assessed.layer)
     return {name: str(layout.without_unit_axes()) if layout else "-" for name, layout in layouts.items()}

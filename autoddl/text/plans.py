@@ -199,17 +199,22 @@ class _LayerRow:
         return dict(layouts_of(self.members[0]))
 
 
-def _layer_columns(levels: Sequence[Level], has_pipeline: bool) -> tuple[Column[_LayerRow], ...]:
-    """Columns of the table of layers.  With a pipeline there are no times and bytes, which the table of stages shows."""
+def _layer_columns(levels: Sequence[Level], has_pipeline: bool, divides_states: bool) -> tuple[Column[_LayerRow], ...]:
+    """Columns of the table of layers.  With a pipeline there are no times and bytes, which the table of stages shows.
+
+    The layouts of weights and optimizer states are those in which they are stored.
+    """
     stages: Column[_LayerRow] = Column("stages", lambda row: format_ranges(sorted(row.stages)))
     # Layouts are left out before times and bytes.
     first_rank = 1 if has_pipeline else 3
+    states: Column[_LayerRow] = Column("states", lambda row: row.layouts["state"], rank=first_rank + 3)
     columns: tuple[Column[_LayerRow], ...] = (
         Column("layer", lambda row: row.label),
         *([stages] if has_pipeline else []),
         Column(heading(levels), lambda row: str(row.members[0].strategy), name="strategy"),
         Column("input", lambda row: row.layouts["input"], rank=first_rank + 1),
-        Column("weight", lambda row: row.layouts["weight"], rank=first_rank + 2),
+        Column("weight", lambda row: row.layouts["parameter"], rank=first_rank + 2),
+        *([states] if divides_states else []),
         Column("output", lambda row: row.layouts["output"], rank=first_rank),
     )
     if has_pipeline:
@@ -228,7 +233,8 @@ def _layers(evaluation: Evaluation) -> Section:
     if has_pipeline:
         title = "Per layer, over the devices of its stage"
     strategies = [layer.strategy for layer in evaluation.layers]
-    table = Table.of(_layer_columns(levels, has_pipeline), _layer_rows(evaluation))
+    divides_states = any(strategy.zero for strategy in strategies)
+    table = Table.of(_layer_columns(levels, has_pipeline, divides_states), _layer_rows(evaluation))
     return [title, table, legend(levels, strategies)]
 
 

@@ -34,6 +34,8 @@ def layout_text(result: PlanResult) -> str:
     layout = result.layout
     assert layout is not None
     parts = [f"tp {layout.tensor_parallel}", f"pp {layout.num_stages}", f"dp {layout.data_parallel}"]
+    if layout.expert_parallel > 1:
+        parts.append(f"ep {layout.expert_parallel}")
     if layout.interleave > 1:
         parts.append(f"interleave {layout.interleave}")
     parts.append(f"micro-batch {result.workload.micro_batch // layout.data_parallel} per replica")
