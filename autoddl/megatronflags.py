@@ -51,6 +51,8 @@ from autoddl.costmodel.recomputation import block_limit, first_blocks
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.uniform import UniformLayout
 
+from .zoo.builtin import recognise
+from .zoo.mixtures import Mixture
 from .zoo.named import FAMILIES, GPT_VOCABULARY
 from .zoo.transformers import VOCABULARY_MULTIPLE, Transformer
 
@@ -384,6 +386,8 @@ def megatron_flags(graph: LayerGraph, layout: UniformLayout, workload: Workload)
         f"--tensor-model-parallel-size {layout.tensor_parallel}",
         f"--pipeline-model-parallel-size {layout.num_stages}",
     ]
+    if layout.expert_parallel > 1:
+        degrees.append(f"--expert-model-parallel-size {layout.expert_parallel}")
     if layout.interleave > 1:
         degrees.append(f"--num-virtual-stages-per-pipeline-rank {layout.interleave}")
     lines.append(" ".join(degrees))
@@ -411,11 +415,11 @@ def megatron_flags(graph: LayerGraph, layout: UniformLayout, workload: Workload)
 
 
 def _size_flags(graph: LayerGraph) -> tuple[str, ...]:
-    found = transformer_of(graph)
+    found = transformer_of(graph) or _mixture_of(graph)
     if found is None:
         return ()
     family, model = found
-    model = replace(model, intermediate=model.mlp_width)
+    model = replace(model, intermediate=model.expert_width if isinstance(model, Mixture) else model.mlp_width)
     flags = [
         f"--num-layers {model.layers} --hidden-size {model.width} --num-attention-heads {model.heads} "
         f"--seq-length {model.sequence} --ffn-hidden-size {model.intermediate}",
@@ -436,4 +440,28 @@ def _size_flags(graph: LayerGraph) -> tuple[str, ...]:
             flags[1] += f" --group-query-attention --num-query-groups {model.kv_heads}"
         if model.head_dim:
             flags[1] += f" --kv-channels {model.head_dim}"
+    return (*flags, *_expert_flags(model)) if isinstance(model, Mixture) else tuple(flags)
+
+
+def _mixture_of(graph: LayerGraph) -> tuple[str, Mixture] | None:
+    """Family and sizes of a mixture that Megatron-LM's flags describe: a softmax chooses among all experts of every block."""
+    found = recognise(graph)
+    model = None if found is None else found.sizes
+    if not isinstance(model, Mixture) or model.latent_rank or model.sigmoid or model.groups > 1:
+        return None
+    return None if model.dense_layers or model.has_shared_gate else ("llama", model)
+
+
+def _expert_flags(model: Mixture) -> tuple[str, ...]:
+    """Flags of experts with as many slots as the model's; the first choices of earlier tokens take slots first."""
+    factor = model.capacity * model.experts / (model.per_token * model.sequence)
+    flags = [
+        f"--num-experts {model.experts} --moe-router-topk {model.per_token} --moe-ffn-hidden-size {model.expert_width}",
+        "--moe-token-dispatcher-type alltoall",
+        f"--moe-expert-capacity-factor {factor:g} --moe-pad-expert-input-to-capacity --moe-token-drop-policy position",
+    ]
+    if model.shared_width:
+        flags[0] += f" --moe-shared-expert-intermediate-size {model.shared_width}"
+    if not model.renormalises:
+        flags[1] += " --moe-router-pre-softmax"
     return tuple(flags)

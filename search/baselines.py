@@ -12,6 +12,8 @@ megatron        one (dp, mp) mesh for the whole network; matrices   dp and mp pe
                 row-parallel (dp, 1, mp), restarted in each block;
                 optimizer states divided over dp, if that is on
                 offer ("distributed optimizer")
+expert          megatron, with the experts divided over ep of the   dp, mp (inside nodes), and ep
+parallel        dp devices; for models with experts
 summa           one r x c mesh; input, weight and output of every   r and c per network level, both > 1
                 matrix split over both
 ==============  ==================================================  ======================================
@@ -25,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.kind import Splitting
@@ -33,12 +36,14 @@ from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, data_parallel, transposed
 
-__all__ = ["BASELINES", "OF_CHOICES", "Baseline", "baselines", "divided", "family_names", "megatron"]
+__all__ = ["BASELINES", "OF_CHOICES", "Baseline", "baselines", "divided", "family_names", "megatron", "with_experts"]
 
 #: Names, in the order in which they are reported.
-BASELINES = ("data parallel", "zero-1", "zero-2", "fsdp", "megatron", "summa")
+BASELINES = ("data parallel", "zero-1", "zero-2", "fsdp", "megatron", "expert parallel", "summa")
 #: Data parallel families that divide parameters, with their stage of ZeRO; there are none unless that is on offer.
 OF_CHOICES = {"zero-1": 1, "zero-2": 2, "fsdp": 3}
+#: Families that only some models have, or only with some choices.
+_CONDITIONAL = {*OF_CHOICES, "expert parallel"}
 
 
 @dataclass(frozen=True)
@@ -78,15 +83,54 @@ def baselines(graph: LayerGraph, level_sizes: tuple[int, ...], choices: Choices 
             plain = megatron(graph, mesh)
             is_divided = 1 in choices.shardings and any(dp > 1 for dp, _ in mesh)
             yield replace(plain, strategies=divided(graph, plain.strategies, 1)) if is_divided else plain
+    yield from _expert_parallel(graph, level_sizes, 1 in choices.shardings)
     for mesh in _meshes(level_sizes):
         if any(r > 1 for r, _ in mesh) and any(c > 1 for _, c in mesh):
             yield _summa(graph, mesh, everything)
 
 
+def _expert_parallel(graph: LayerGraph, level_sizes: tuple[int, ...], divides_states: bool) -> Iterator[Baseline]:
+    """The members of expert parallelism: one (dp, mp) mesh with mp inside nodes, and each number of parts of the experts."""
+    counts = {layer.attributes["experts"] for layer in graph.layers if layer.kind == "experts"}
+    for mp in divisors(level_sizes[-1]) if counts else ():
+        mesh = (*((size, 1) for size in level_sizes[:-1]), (level_sizes[-1] // mp, mp))
+        plain = megatron(graph, mesh).strategies
+        for parts in divisors(gcd(*counts)):
+            strategies = with_experts(graph, plain, parts)
+            if parts > 1 and strategies is not None:
+                if divides_states:
+                    strategies = divided(graph, strategies, 1)
+                yield Baseline("expert parallel", f"{_text(mesh, ('dp', 'mp'))}, ep {parts}", strategies)
+
+
+def with_experts(graph: LayerGraph, strategies: Mapping[str, Strategy], parts: int) -> dict[str, Strategy] | None:
+    """The strategies with the experts divided over so many neighbours among the p0 devices.
+
+    Args:
+        graph: the layers.
+        strategies: the strategy of each layer, by name.
+        parts: number of parts of the experts.
+
+    Returns:
+        None if the p0 devices of a layer of experts do not divide so.
+    """
+    result = dict(strategies)
+    for layer in graph.layers:
+        if layer.kind == "experts" and parts > 1:
+            per_level, left = [], parts
+            for p0, _, _ in reversed(strategies[layer.name].splits):  # neighbours inside a node first
+                per_level.append(gcd(p0, left))
+                left //= per_level[-1]
+            if left > 1:
+                return None
+            result[layer.name] = replace(strategies[layer.name], experts=tuple(reversed(per_level)))
+    return result
+
+
 def family_names(members: Iterable[Baseline]) -> tuple[str, ...]:
-    """The families that a plan is compared with: all but those that divide parameters and have no member."""
+    """The families that a plan is compared with: all but those that divide parameters or experts and have no member."""
     found = {member.name for member in members}
-    return tuple(name for name in BASELINES if name in found or name not in OF_CHOICES)
+    return tuple(name for name in BASELINES if name in found or name not in _CONDITIONAL)
 
 
 def divided(
@@ -130,7 +174,7 @@ def megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...]) -> Baseline:
     alternating: dict[str, Strategy] = {}
     seen: dict[tuple[str, int], int] = {}
     for layer in graph.layers:
-        if kind_of(layer.kind).is_matmul:
+        if kind_of(layer.kind).is_matmul and not layer.is_image:
             place = (layer.block, layer.block_index)
             alternating[layer.name] = (column, row)[seen.get(place, 0) % 2]
             seen[place] = seen.get(place, 0) + 1
@@ -161,7 +205,8 @@ def _assign(
 ) -> dict[str, Strategy]:
     strategies: dict[str, Strategy] = {}
     for layer in graph.layers:
-        if kind_of(layer.kind).splitting is Splitting.SAMPLES:
+        # The published systems split images along the samples.
+        if layer.is_image or kind_of(layer.kind).splitting is Splitting.SAMPLES:
             strategies[layer.name] = everything
         else:
             strategies[layer.name] = matrices.get(layer.name) or otherwise(layer)

@@ -5,8 +5,9 @@ one more block needs, on each worker with K(s) micro-batches in flight,
 
     K(s) (kept without recomputation - kept with recomputation of all blocks) / B      more bytes
 
-so that a stage can keep as many more blocks as fit into the memory that its fullest worker has left.  Stages get theirs in the
-order of the model.  If a worker holds several stages, their peaks are added up, which may leave memory unused.
+so that a stage can keep as many more blocks as fit into the memory that its fullest worker has left.  Stages whose blocks need
+least get theirs first, since a block of any of them saves as much time.  If a worker holds several stages, their peaks are added
+up, which may leave memory unused.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ def with_fewer_blocks(chain: Chain, plan: Evaluation, limit_bytes: float) -> Eva
     """
     free = [limit_bytes - nbytes for nbytes in plan.worker_memory_bytes]
     choices = list(plan.configuration.stages)
-    for stage, choice in enumerate(choices):
+    known: dict[object, float] = {}
+    needs = [_need(plan, stage, known) for stage in range(len(choices))]
+    for stage in sorted(range(len(choices)), key=lambda stage: (needs[stage] * max(plan.in_flight[stage]), stage)):
+        choice, more = choices[stage], needs[stage]
         num_blocks = sum(plan.stages[stage].graph.graph.block_runs)
         recomputed = num_recomputed_blocks(choice.recompute, num_blocks)
         if not recomputed or num_blocks < 2:
             continue
-        more = _bytes_of_a_block(plan, stage, num_blocks)
         workers = [replica.worker for replica in plan.schedule.replicas_of(stage)]
         flights = plan.in_flight[stage]
         room = min(free[worker] / (count * more) if more > 0 else 0.0 for worker, count in zip(workers, flights))
-        # One block stays: without any the buffer of the recomputed block would be free as well.
-        kept = max(0, min(int(room * (1 - 1e-9)), recomputed - 1))
+        # Without any recomputed block the buffer of one would be free as well, which may leave memory unused.
+        kept = max(0, min(int(room * (1 - 1e-9)), recomputed))
         if kept:
             choices[stage] = StageChoice(
                 choice.num_units, first_blocks(recomputed - kept, num_blocks), choice.strategies
@@ -56,6 +59,19 @@ def with_fewer_blocks(chain: Chain, plan: Evaluation, limit_bytes: float) -> Eva
     workload = replace(plan.configuration.workload, recompute=ways.pop() if len(ways) == 1 else "none")
     better = evaluate(chain, plan.cluster, replace(plan.configuration, workload=workload, stages=tuple(choices)))
     return better if better.memory_bytes <= limit_bytes and better.step_s < plan.step_s else plan
+
+
+def _need(plan: Evaluation, stage: int, known: dict[object, float]) -> float:
+    """`_bytes_of_a_block`, or 0 for a stage without blocks; stages of one shape and with the same choices are computed once."""
+    graph, choice = plan.stages[stage].graph.graph, plan.configuration.stages[stage]
+    num_blocks = sum(graph.block_runs)
+    if not num_blocks:
+        return 0.0
+    signatures = tuple((layer.signature(), choice.strategies[layer.name]) for layer in graph.layers)
+    key = (signatures, plan.configuration.mesh_of(stage))
+    if key not in known:
+        known[key] = _bytes_of_a_block(plan, stage, num_blocks)
+    return known[key]
 
 
 def _bytes_of_a_block(plan: Evaluation, stage: int, num_blocks: int) -> float:

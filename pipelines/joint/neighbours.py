@@ -36,7 +36,7 @@ from .evaluation import Evaluation, evaluate
 from .job import PlanningJob
 from .partition import Chain, StageGraph
 from .space import MAX_PASSES, SOME_BLOCKS
-from .uniform import INTERLEAVED, SCHEDULES, UniformLayout, uniform_configuration, uniform_cut
+from .uniform import INTERLEAVED, SCHEDULES, UniformLayout, expert_parts, uniform_configuration, uniform_cut
 
 __all__ = ["BestUniform", "Change", "best_uniform", "single_changes"]
 
@@ -249,7 +249,7 @@ class _Bounds:
         self.block: StageGraph | None = None
         if chain.num_units > 2 and chain.num_units == 1 + max(layer.block_index for layer in job.graph.layers):
             self.block = chain.stage(1, 2)
-        self.figures: dict[tuple[int, int, int, str], _Block | None] = {}
+        self.figures: dict[tuple[int, int, int, int, str], _Block | None] = {}
 
     def configurations(self) -> Iterator[tuple[float, UniformLayout, Workload]]:
         """Bound on the step [s], layout and workload of all uniform configurations that may fit."""
@@ -266,8 +266,9 @@ class _Bounds:
                         continue
                     if self.deadline.is_over:
                         return
-                    layout = UniformLayout(tensor_parallel, stages, replicas, chunks)
-                    yield from self._bounded(layout, each * replicas)
+                    for parts in expert_parts(job.graph, replicas):
+                        layout = UniformLayout(tensor_parallel, stages, replicas, chunks, expert_parallel=parts)
+                        yield from self._bounded(layout, each * replicas)
 
     def _bounded(self, layout: UniformLayout, micro_batch: int) -> Iterator[tuple[float, UniformLayout, Workload]]:
         """The configuration with each way of recomputation with which it may fit."""
@@ -294,7 +295,8 @@ class _Bounds:
         """The figures of one block; None if the configuration divides neither the cluster nor the block."""
         if self.block is None:
             return _Block(0.0, 0.0, 0.0)
-        key = (layout.tensor_parallel, layout.data_parallel, workload.micro_batch, workload.recompute)
+        parts = layout.expert_parallel
+        key = (layout.tensor_parallel, layout.data_parallel, parts, workload.micro_batch, workload.recompute)
         if key not in self.figures:
             self.figures[key] = self._assessed(self.block, layout, workload)
         return self.figures[key]

@@ -3,8 +3,9 @@
 With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
 
 1.  **First plans.**  Trials by Megatron's rule (:mod:`.megatron_trials`) give a plan at once, which a search of its setting
-    improves.  Then the planner without pipelines (:mod:`autoddl.search.planner`) finds the best plan of one stage.  All are members
-    of the joint space.  The best of them is the first incumbent, unless the user gives a better plan (:mod:`.start`).
+    improves, and trials of published recipes (:mod:`.recipe_trials`) another one.  Then the planner without pipelines
+    (:mod:`autoddl.search.planner`) finds the best plan of one stage.  All are members of the joint space.  The best of them is the
+    first incumbent, unless the user gives a better plan (:mod:`.start`).
 2.  **Early incumbent.**  The most promising settings of the space give a good plan early.
 3.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`).  Their plans are
     members of the space, too.  The best plan so far is the incumbent of phase 4, so no plan is slower than a row of its own table.
@@ -37,6 +38,7 @@ from .least_memory import least_memory
 from .megatron_trials import megatron_trials
 from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
+from .recipe_trials import recipe_trials
 from .result import Considered, JointOptions, PlanResult, Rival
 from .rivals import RIVAL_FAMILIES, describe_stop, paper_plan, plan_rivals
 from .search import Explored, Search, improve_near
@@ -50,6 +52,8 @@ _SHARE_WITHOUT_PIPELINE = 0.2
 #: Share of the time limit for the trials by Megatron's rule, and the seconds of processor time that they get at least.
 _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
+#: Share of the time limit for recipes.
+_SHARE_OF_RECIPES = 0.12
 #: Share of the time limit for the search near the best trial.
 _SHARE_NEAR_TRIAL = 0.08
 #: Share of the time limit for the early incumbent of the whole space.
@@ -98,19 +102,20 @@ def plan_jointly(
     clock = Clock(job.time_limit_s, job.stop)
     first = None if start is None else started(job, start)
     is_alone = start is not None and not start.has_pipeline and not start_problem(start, graph, cluster)
-    trial = near = None
+    trial = near = recipe = None
     explorer = job.explorer()
     if options.pipeline == "auto":
         trial = _trial(job)
+        recipe = _recipe(job, trial)
         if trial is not None:
             near_clock = Clock(_SHARE_NEAR_TRIAL * job.time_limit_s, job.stop)
             near = improve_near(explorer, trial, options.base.micro_batch is None, near_clock, report)
     own = start.without_pipeline if start is not None and is_alone else None
-    unpipelined, error = _plan_without_pipeline(job, own, trial is not None)
+    unpipelined, error = _plan_without_pipeline(job, own, trial is not None or recipe is not None)
     if options.pipeline != "auto":
         return _plan_by_paper(job, unpipelined, error, began)
     given = None if first is None else first.evaluation
-    found = _plan_by_search(job, explorer, (trial, near, given), unpipelined, error, clock, began)
+    found = _plan_by_search(job, explorer, (trial, near, recipe, given), unpipelined, error, clock, began)
     if start is None or first is None:
         return found
     step_s = None if first.evaluation is None else first.evaluation.step_s
@@ -141,6 +146,17 @@ def _trial(job: PlanningJob) -> Evaluation | None:
     clock = Clock(max(_SHARE_OF_TRIALS * job.time_limit_s, _LEAST_TIME_OF_TRIALS_S), job.stop)
     first = megatron_trials(job, math.inf, clock)  # ends with the first plan that fits
     best = first and (megatron_trials(job, first.step_s, clock) or first)
+    if best is not None:
+        job.report(best.step_s, job.arithmetic_s, 1)
+    return best
+
+
+def _recipe(job: PlanningJob, trial: Evaluation | None) -> Evaluation | None:
+    """The best recipe, if it is faster than the best trial; None as for trials."""
+    if job.options.base.objective != "step":
+        return None
+    clock = Clock(_SHARE_OF_RECIPES * job.time_limit_s, job.stop)
+    best = recipe_trials(job, math.inf if trial is None else trial.step_s, clock)
     if best is not None:
         job.report(best.step_s, job.arithmetic_s, 1)
     return best
@@ -183,7 +199,7 @@ def _as_one_stage(job: PlanningJob, planned: Planned | None) -> Evaluation | Non
 def _plan_by_search(
     job: PlanningJob,
     explorer: Explorer,
-    first_plans: tuple[Evaluation | None, Evaluation | None, Evaluation | None],
+    first_plans: tuple[Evaluation | None, ...],
     unpipelined: Planned | None,
     error: UserError | None,
     clock: Clock,
@@ -194,8 +210,8 @@ def _plan_by_search(
     Args:
         job: The planning job.
         explorer: An explorer of the job.
-        first_plans: The best plan of the trials by Megatron's rule, the best one near it, and a plan of the user that is in the
-            space; None for those that do not exist.
+        first_plans: The best plan of the trials by Megatron's rule, the best one near it, the best recipe, and a plan of the user
+            that is in the space; None for those that do not exist.
         unpipelined: The plan without a pipeline, if there is one.
         error: Why there is no plan without a pipeline.
         clock: The time limit of the whole search.

@@ -41,7 +41,7 @@ SOME_BLOCKS = "blocks:K"
 #: Numbers of pipelines of bidirectional schedules.
 _NUM_PIPELINES = (2, 4)
 #: Numbers of groups of stages per worker.
-_NUM_GROUPS = (2, 4)
+NUM_GROUPS = (2, 4)
 #: Largest number of passes of micro-batches through stages of a schedule, which limits the time of its simulation (the generators
 #: have the same limit).
 MAX_PASSES = 2**17
@@ -123,7 +123,7 @@ def _schedules(depth: int, count: int, stale: bool) -> Iterator[PipelineSchedule
         yield PipelineSchedule("1f1b", depth, count, (("policy", policy),))
     for policy in ("H1", "H2"):
         yield PipelineSchedule("zero-bubble", depth, count, (("policy", policy),))
-    for groups in _NUM_GROUPS:
+    for groups in NUM_GROUPS:
         yield PipelineSchedule("grouped-gpipe", depth, count, (("groups", groups),), groups)
         if count % depth == 0:
             yield PipelineSchedule("interleaved-1f1b", depth, count, (("groups", groups),), groups)

@@ -536,6 +536,6 @@ def _choice_of(baseline: Baseline, stage_table: StageTable) -> list[int] | None:
 MakeStages = Callable[..., StageSearch]
 
 #: Stages with Megatron's tensor parallelism, of any degree down to pure data parallelism.
-megatron_stages: MakeStages = partial(FixedStages, names=("megatron", "data parallel"))
+megatron_stages: MakeStages = partial(FixedStages, names=("megatron", "expert parallel", "data parallel"))
 #: Stages that are replicated on all devices of their worker (pure data parallelism), as in the papers about pipelines.
 replicated_stages: MakeStages = partial(FixedStages, names=("data parallel",))

@@ -13,25 +13,28 @@ w > G               w / G whole nodes; t <= G divides G, or t is a multiple of G
 stage c mod p.  The embedding belongs to the first chunk, the final norm, head and loss to the last one.  If the blocks do not
 divide evenly, the first and the last chunk, which have more than blocks, get the fewer ones.
 
-**Strategies.**  Column- and row-parallel products alternate (:func:`autoddl.search.baselines.megatron`).
+**Strategies.**  Column- and row-parallel products alternate (:func:`autoddl.search.baselines.megatron`).  The experts of a layer
+are divided over e neighbours among the replicas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.nearest import divisors, nearest_that_work
 from autoddl.costmodel.suggestions import unknown
 from autoddl.costmodel.workload import Workload
-from autoddl.search.baselines import megatron
+from autoddl.search.baselines import megatron, with_experts
 
 from .configuration import Configuration, Option, PipelineSchedule, StageChoice
 from .meshes import StageMesh
 from .partition import Chain
 
-__all__ = ["SCHEDULES", "UniformLayout", "uniform_configuration", "uniform_cut"]
+__all__ = ["SCHEDULES", "UniformLayout", "expert_parts", "uniform_configuration", "uniform_cut"]
 
 #: Families of schedules by name, with the options of each: those of one chunk per stage.
 SCHEDULES: dict[str, tuple[tuple[str, Option], ...]] = {
@@ -56,6 +59,7 @@ class UniformLayout:
         data_parallel: Replicas of the model, d.
         interleave: Chunks of the model on each stage's devices, v.
         schedule: Family of the schedule, one of :data:`SCHEDULES`; with several chunks that of :data:`INTERLEAVED`.
+        expert_parallel: Parts that the experts of a layer are divided into, neighbours among the replicas.
 
     Raises:
         UserError: a degree is below 1, or there is no such schedule.
@@ -69,6 +73,7 @@ class UniformLayout:
     data_parallel: int = 1
     interleave: int = 1
     schedule: str = "1f1b"
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -76,9 +81,14 @@ class UniformLayout:
             ("pp", self.num_stages),
             ("dp", self.data_parallel),
             ("interleave", self.interleave),
+            ("ep", self.expert_parallel),
         ):
             if value < 1:
                 raise UserError(f"{name} {value} should be at least 1")
+        if self.data_parallel % self.expert_parallel:
+            raise UserError(
+                f"ep {self.expert_parallel} does not divide the dp {self.data_parallel} replicas, over which experts are divided"
+            )
         if self.interleave > 1 and self.num_stages == 1:
             raise UserError(f"interleave {self.interleave} needs a pipeline, pp 2 or more")
         if self.schedule not in SCHEDULES:
@@ -166,6 +176,12 @@ class UniformLayout:
         return PipelineSchedule(self.schedule, depth, num_micro_batches, SCHEDULES[self.schedule])
 
 
+def expert_parts(graph: LayerGraph, replicas: int) -> tuple[int, ...]:
+    """The numbers of parts that the experts of a model can be divided into over its replicas; (1,) for a model without experts."""
+    counts = {layer.attributes["experts"] for layer in graph.layers if layer.kind == "experts"}
+    return tuple(divisors(gcd(replicas, *counts))) if counts else (1,)
+
+
 def uniform_cut(num_units: int, num_chunks: int) -> tuple[int, ...]:
     """Divide the units of a model evenly among chunks; the first and the last chunk get the fewer ones.
 
@@ -201,10 +217,14 @@ def uniform_configuration(chain: Chain, cluster: Cluster, layout: UniformLayout,
         raise UserError(
             f"a micro-batch of {workload.micro_batch} does not divide among dp {layout.data_parallel} replicas"
         )
+    if layout.expert_parallel > 1 and not any(layer.kind == "experts" for layer in chain.graph.layers):
+        raise UserError(f"ep {layout.expert_parallel}: the model {chain.graph.name} has no experts; leave it out")
     first, stages = 0, []
     for num_units in uniform_cut(chain.num_units, layout.num_stages * layout.interleave):
         graph = chain.stage(first, first + num_units).graph
-        stages.append(StageChoice(num_units, workload.recompute, megatron(graph, degrees).strategies))
+        strategies = with_experts(graph, megatron(graph, degrees).strategies, layout.expert_parallel)
+        assert strategies is not None  # ep divides dp
+        stages.append(StageChoice(num_units, workload.recompute, strategies))
         first += num_units
     spec = layout.pipeline_schedule(workload.num_micro_batches)
     return Configuration(mesh, spec, workload, tuple(stages))

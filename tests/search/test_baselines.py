@@ -11,7 +11,8 @@ from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import Choices, Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import BASELINES, OF_CHOICES, Baseline, baselines, family_names
-from autoddl.zoo import Transformer, bert, gpt, llama, mlp, vgg
+from autoddl.search.planner import Options, make_plan
+from autoddl.zoo import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
 from autoddl.zoo.layers import BLOCK_INPUT, GraphBuilder, linear
 
 GPT = gpt(Transformer("gpt", 2, 64, 8, 8, 128))
@@ -36,7 +37,7 @@ def test_members_of_one_level():
         ("summa", "r 4 x c 2"),
         ("summa", "r 2 x c 4"),
     ]
-    assert {name for name, _ in found} == set(BASELINES) - set(OF_CHOICES)
+    assert {name for name, _ in found} == set(BASELINES) - set(OF_CHOICES) - {"expert parallel"}
 
 
 def test_members_that_divide_parameters():
@@ -55,7 +56,10 @@ def test_members_that_divide_parameters():
     assert inside["h.0.attn"] == data_parallel((2, 4))
 
 
-@pytest.mark.parametrize("shardings, names", [((0,), set(BASELINES) - set(OF_CHOICES)), ((0, 1, 2, 3), set(BASELINES))])
+DENSE = set(BASELINES) - {"expert parallel"}
+
+
+@pytest.mark.parametrize("shardings, names", [((0,), DENSE - set(OF_CHOICES)), ((0, 1, 2, 3), DENSE)])
 def test_families_that_plans_are_compared_with(shardings, names):
     assert set(family_names(baselines(GPT, (8,), Choices(shardings)))) == names
     assert "fsdp" not in family_names(baselines(GPT, (1,), Choices(shardings)))
@@ -154,3 +158,39 @@ def test_what_does_not_divide_says_so():
     strategies = member(GPT, (16,), "dp 1 x mp 16")
     with pytest.raises(UserError, match=r"attn \(attention, 8 heads of 8\) does not divide by \(1,16,1\)"):
         problem.choice(strategies)
+
+
+# ---- Experts -----------------------------------------------------------------------------------------------------------------
+
+MIXTURE = resolve_model("moe:2x256", heads=4, sequence=64, vocabulary=512)  # 8 experts
+
+
+def test_members_of_expert_parallelism():
+    """On 2 x 4 devices mp is inside nodes; the experts are divided over neighbours among the dp devices, inside nodes first."""
+    members = family(MIXTURE, (2, 4), "expert parallel")
+    found = {one.mesh: {s.experts for s in one.strategies.values() if s.experts} for one in members}
+    assert found == {
+        "dp 2 x mp 1 | dp 4 x mp 1, ep 2": {(1, 2)},
+        "dp 2 x mp 1 | dp 4 x mp 1, ep 4": {(1, 4)},
+        "dp 2 x mp 1 | dp 4 x mp 1, ep 8": {(2, 4)},
+        "dp 2 x mp 1 | dp 2 x mp 2, ep 2": {(1, 2)},
+        "dp 2 x mp 1 | dp 2 x mp 2, ep 4": {(2, 2)},
+        "dp 2 x mp 1 | dp 1 x mp 4, ep 2": {(2, 1)},
+    }
+    others = {name: s for name, s in members[3].strategies.items() if MIXTURE[name].kind != "experts"}
+    plain = member(MIXTURE, (2, 4), "dp 2 x mp 1 | dp 2 x mp 2")
+    assert others == {name: plain[name] for name in others}
+    divided_states = [m for m in baselines(MIXTURE, (2, 4), Choices((0, 1))) if m.name == "expert parallel"]
+    assert all(any(s.zero == 1 for s in one.strategies.values()) for one in divided_states)
+
+
+def test_no_plan_of_a_mixture_is_slower_than_expert_parallelism():
+    """The row is the best of its members, priced one by one; the plan is at least as fast."""
+    cluster = load_cluster("dgx-a100").resized(2, 4)
+    planned = make_plan(MIXTURE, cluster, Options(batch=16, micro_batch=16, recompute=False, zero="auto"))
+    (row,) = (figures for figures in planned.baselines if figures.name == "expert parallel")
+    costs = []
+    for one in baselines(MIXTURE, (2, 4), planned.options.choices):
+        if one.name == "expert parallel":
+            costs.append(assess(MIXTURE, cluster, planned.workload, one.strategies).step_s)
+    assert row.assessment.step_s == pytest.approx(min(costs)) and planned.cost <= min(costs)
