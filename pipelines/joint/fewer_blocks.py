@@ -12,6 +12,7 @@ up, which may leave memory unused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoddl.costmodel.assessment import assess
@@ -20,18 +21,23 @@ from autoddl.costmodel.recomputation import first_blocks, num_recomputed_blocks
 from .configuration import StageChoice
 from .evaluation import Evaluation, evaluate, workload_of_stage
 from .partition import Chain
+from .space import SOME_BLOCKS
 
 __all__ = ["with_fewer_blocks"]
 
 
-def with_fewer_blocks(chain: Chain, plan: Evaluation, limit_bytes: float) -> Evaluation:
-    """Return a plan that fits with fewer recomputed blocks, or the plan itself if it needs all of them.
+def with_fewer_blocks(chain: Chain, plan: Evaluation, limit_bytes: float, recomputations: Sequence[str]) -> Evaluation:
+    """Return a plan that fits with fewer recomputed blocks, or the plan itself if it needs all of them or others are not allowed.
 
     Args:
         chain: The model as a chain of units.
         plan: The plan; its memory is within the limit.
         limit_bytes: Memory limit per device.
+        recomputations: Allowed ways of recomputation.
     """
+    if SOME_BLOCKS not in recomputations:
+        return plan
+    num_least = 0 if "none" in recomputations else 1
     free = [limit_bytes - nbytes for nbytes in plan.worker_memory_bytes]
     choices = list(plan.configuration.stages)
     known: dict[object, float] = {}
@@ -46,7 +52,7 @@ def with_fewer_blocks(chain: Chain, plan: Evaluation, limit_bytes: float) -> Eva
         flights = plan.in_flight[stage]
         room = min(free[worker] / (count * more) if more > 0 else 0.0 for worker, count in zip(workers, flights))
         # Without any recomputed block the buffer of one would be free as well, which may leave memory unused.
-        kept = max(0, min(int(room * (1 - 1e-9)), recomputed))
+        kept = max(0, min(int(room * (1 - 1e-9)), recomputed - num_least))
         if kept:
             choices[stage] = StageChoice(
                 choice.num_units, first_blocks(recomputed - kept, num_blocks), choice.strategies

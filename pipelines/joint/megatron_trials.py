@@ -281,8 +281,7 @@ class _Trials:
             except UserError:  # the layout does not divide some layer
                 return
             if plan.memory_bytes <= self.job.limit_bytes:
-                if SOME_BLOCKS in self.job.recomputations:
-                    plan = with_fewer_blocks(self.job.chain, plan, self.job.limit_bytes)
+                plan = with_fewer_blocks(self.job.chain, plan, self.job.limit_bytes, self.job.recomputations)
                 if plan.step_s < self._limit_s:
                     self.best, self._limit_s, self._best_key = plan, plan.step_s, (layout, micro_batch)
                 return

@@ -109,13 +109,16 @@ class Chain:
     def signatures(self) -> tuple[Hashable, ...]:
         """Per unit, the properties that determine its costs: units of equal signatures cost the same."""
         position = {layer.name: i for i, layer in enumerate(self.graph.layers)}
+        owners = {owner for owner, _ in self._ties}
         signatures = []
         for unit, start in enumerate(self.starts[:-1]):
             rows = []
             for layer in self.layers(unit, unit + 1):
                 inputs = tuple(max(-1, position[name] - start) for name in self.graph.inputs(layer.name))
                 is_recomputed = self.graph.place(layer.name, "none").is_recomputed
-                rows.append((layer.signature(), layer.block, layer.role, inputs, is_recomputed))
+                is_inner = any((p.tied_to, layer.name) in self._inner_ties for p in layer.parameters)
+                shares = (layer.name in owners, is_inner)
+                rows.append((layer.signature(), layer.block, layer.role, inputs, is_recomputed, shares))
             signatures.append(tuple(rows))
         return tuple(signatures)
 
@@ -163,6 +166,27 @@ class Chain:
         unit_of = np.searchsorted(np.array(self.starts), np.arange(len(self.graph.layers)), side="right") - 1
         pairs = ((int(unit_of[owner]), int(unit_of[user])) for owner, user in self._tied_positions)
         return tuple((min(pair), max(pair)) for pair in pairs)
+
+    @cached_property
+    def _inner_ties(self) -> set[tuple[str, str]]:
+        """The ties of two units that may be in one stage of a pipeline: not of the first and the last one."""
+        ends = zip(self._ties, self.ends_of_ties())
+        return {tie for tie, (a, b) in ends if a != b and (a, b) != (0, self.num_units - 1)}
+
+    @cached_property
+    def without_inner_ties(self) -> Chain:
+        """The chain without the weights that two units of one stage may share: the layers that own them keep them to themselves.
+
+        So a layer costs at most what it costs in a stage of a pipeline, with the other layer or without it.
+        """
+        inner = self._inner_ties
+        if not inner:
+            return self
+        layers = tuple(
+            replace(layer, parameters=tuple(p for p in layer.parameters if (p.tied_to, layer.name) not in inner))
+            for layer in self.graph.layers
+        )
+        return Chain(replace(self.graph, layers=layers), self.starts)
 
     def stage(self, first: int, stop: int) -> StageGraph:
         """Return the graph of the stage of units ``first`` to ``stop - 1``; the latest ones are kept."""

@@ -93,7 +93,7 @@ def recipe_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evalu
 
 def _with_fewest_blocks(job: PlanningJob, plan: Evaluation) -> Evaluation:
     """The plan with fewer recomputed blocks, until no fewer fit: one pass leaves memory of workers with several stages unused."""
-    while (better := with_fewer_blocks(job.chain, plan, job.limit_bytes)) is not plan:
+    while (better := with_fewer_blocks(job.chain, plan, job.limit_bytes, job.recomputations)) is not plan:
         plan = better
     return plan
 

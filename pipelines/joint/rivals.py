@@ -250,8 +250,7 @@ def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
             if evaluation.memory_bytes > job.limit_bytes:
                 least_bytes = min(least_bytes, evaluation.memory_bytes)
                 continue
-            if SOME_BLOCKS in job.recomputations:
-                evaluation = with_fewer_blocks(job.chain, evaluation, job.limit_bytes)
+            evaluation = with_fewer_blocks(job.chain, evaluation, job.limit_bytes, job.recomputations)
             if best is None or evaluation.step_s < best.step_s:
                 best = evaluation
     if best is not None:

@@ -65,7 +65,6 @@ from .fewer_blocks import with_fewer_blocks
 from .fitting import fitting_rows
 from .relaxation import Relaxation, UnsolvedError
 from .row_search import RowSearch, Selection, TooManyStatesError
-from .space import SOME_BLOCKS
 from .stage_search import RowFilter
 
 __all__ = ["SettingSearch", "UnsettledError"]
@@ -604,8 +603,7 @@ class SettingSearch:
         self.simulated += 1
         if evaluation.memory_bytes > explorer.limit_bytes:
             return
-        if SOME_BLOCKS in explorer.recomputations:
-            evaluation = with_fewer_blocks(explorer.chain, evaluation, explorer.limit_bytes)
+        evaluation = with_fewer_blocks(explorer.chain, evaluation, explorer.limit_bytes, explorer.recomputations)
         cost = evaluation.cost(explorer.pricing.objective)
         if cost < self.best_s:
             self.best, self.best_s = evaluation, cost

@@ -102,6 +102,9 @@ class UnitBounds:
     """
 
     def __init__(self, chain: Chain, tables: StageTables):
+        chain = chain.without_inner_ties
+        if chain is not tables.chain:
+            tables = StageTables(chain, tables.mesh, tables.cluster, tables.workload, tables.pricing)
         self.chain, self.tables = chain, tables
         self._first_units = [chain.kinds.index(kind) for kind in range(max(chain.kinds) + 1)]
         self._kinds = np.array(chain.kinds)
@@ -127,7 +130,11 @@ class UnitBounds:
             book = self.tables.book(unit, unit + 1, recompute, replicas.runs_whole_passes)
             stage = self.tables.graph(unit, unit + 1)
             first_of_kind.append(len(fixed))
-            for variable, each in zip(book.variables, book.coefficients(self.tables.pricing.objective)):
+            # A stage recomputes one of its blocks at a time, so that the units of a stage add up neither their activations nor
+            # the gathered weights that a recomputed block holds (ZeRO 3).
+            objective = self.tables.pricing.objective
+            of_plain = self.tables.book(unit, unit + 1, "none", replicas.runs_whole_passes).coefficients(objective)
+            for variable, each, plain in zip(book.variables, book.coefficients(objective), of_plain):
                 if variable.layers == (ENTRY,):
                     continue
                 none = np.zeros(len(each.state))
@@ -137,8 +144,7 @@ class UnitBounds:
                     else self.tables.replicated(stage, variable, replicas, each.gradient)
                 )
                 once = self.tables.workload.exposed_gradient_part * gradient + each.update
-                # A stage recomputes one of its blocks at a time, so that the units of a stage do not add up their activations.
-                fixed.append(np.stack([each.forward[0], each.backward[0], once, each.state, none, none]))
+                fixed.append(np.stack([each.forward[0], each.backward[0], once, plain.state, none, none]))
                 slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept, none]))
                 of_set = each.option_set
                 slices.append(np.stack([of_set.p0, of_set.ranks_per_sample, np.full(len(of_set.p0), of_set.positions)]))

@@ -249,26 +249,27 @@ def normalise_batch(
         synchronised: Whether the statistics are those of the samples of all ranks.
     """
     own = statistics.of_pass(layout, ranks, training)
-    channels = statistics.num_local(layout, ranks.rank)
+    channels, wide = statistics.num_local(layout, ranks.rank), ranks.backend.master
     images = x.reshape(x.shape[0], channels, -1)
     uses_batch = training or own[0] is None
-    if synchronised and uses_batch:
-        y = _normalise_together(images, weight, bias, statistics, own, layout.axes(0), ranks)
+    if uses_batch and (synchronised or x.dtype != wide):
+        axes = layout.axes(0) if synchronised else ()
+        y = _normalise_with_batch(images, weight, bias, statistics, own, axes, ranks)
     else:
         y = flow._C.normalization(
-            images.unsqueeze(3),
+            images.to(wide).unsqueeze(3),
             *own,
-            flow.ones(channels, dtype=ranks.backend.master, device=x.device) if weight is None else weight,
-            flow.zeros(channels, dtype=ranks.backend.master, device=x.device) if bias is None else bias,
+            flow.ones(channels, dtype=wide, device=x.device) if weight is None else weight.to(wide),
+            flow.zeros(channels, dtype=wide, device=x.device) if bias is None else bias.to(wide),
             axis=1,
             epsilon=statistics.eps,
             momentum=statistics.momentum,
             is_training=uses_batch,
-        )
+        ).to(x.dtype)
     return y.reshape(*x.shape)
 
 
-def _normalise_together(
+def _normalise_with_batch(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -277,9 +278,10 @@ def _normalise_together(
     axes: Sequence[Axis],
     ranks: Ranks,
 ) -> Tensor:
-    """Normalise (samples, channels, pixels) with the statistics of the samples of all ranks along ``axes``.
+    """Normalise (samples, channels, pixels) with the statistics of the samples of all ranks along ``axes``, of this one without.
 
-    With z = (x - mean) r, r = 1 / sqrt(variance + eps) and n elements of a channel on all ranks, the backward pass is
+    The input is kept in its own type, statistics are computed in the master type.  With z = (x - mean) r,
+    r = 1 / sqrt(variance + eps) and n elements of a channel on all ranks, the backward pass is
 
         dx = r weight (dy - sum(dy) / n - z sum(dy z) / n)      dweight = sum(dy z)      dbias = sum(dy)
 

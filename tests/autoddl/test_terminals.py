@@ -266,9 +266,9 @@ def test_the_page_states_no_order_that_is_none(printed):
 
 def test_what_was_left_out_is_said(printed):
     text = printed("plan").screen
-    assert "  left out: input, weight, output (--wide shows all)\n" in text
+    assert "  left out: input, weight, states, output (--wide shows all)\n" in text
     (heading,) = (line for line in text.splitlines() if "communication" in line and "layer" in line)
-    assert not {"input", "weight", "output"} & set(heading.split())
+    assert not {"input", "weight", "states", "output"} & set(heading.split())
 
 
 def test_strategies_are_explained_where_they_first_appear(printed):

@@ -13,7 +13,7 @@ from math import sqrt
 import numpy as np
 from scipy.special import erf
 
-__all__ = ["CASES", "TARGETS", "TOKENS", "Case", "draw", "projected_gradients", "relative_error"]
+__all__ = ["CASES", "IMAGES", "TARGETS", "TOKENS", "Case", "draw", "projected_gradients", "relative_error"]
 
 Arrays = Sequence[np.ndarray]
 
@@ -22,6 +22,9 @@ TOKENS = np.random.default_rng(11).integers(0, VOCABULARY, (SAMPLES, ROWS))
 TARGETS = np.random.default_rng(12).integers(0, VOCABULARY, (SAMPLES, ROWS))
 TARGETS[0, :2] = -100  # ignored, as in nn.functional.cross_entropy
 GOALS = np.random.default_rng(13).standard_normal((SAMPLES, ROWS, FEATURES)).astype(np.float32)
+#: Images of two channels and 5 x 5 pixels, as data and as the shape of activations.
+IMAGES = np.random.default_rng(14).standard_normal((SAMPLES, 2, 5, 5)).astype(np.float32)
+_IMAGES = (SAMPLES, 1, 50)
 _STEP, _NUM_DIRECTIONS = 1e-5, 24
 
 
@@ -85,9 +88,21 @@ def _cross_entropy(logits: np.ndarray) -> np.ndarray:
 
 def _convolve(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """3 x 3 with a padding of 1, pixel by pixel."""
-    images = np.pad(x.reshape(-1, 2, 5, 5), ((0, 0), (0, 0), (1, 1), (1, 1)))
-    windows = np.lib.stride_tricks.sliding_window_view(images, (3, 3), axis=(2, 3))
-    y = np.einsum("schwij,ocij->sohw", windows, weight) + bias[:, None, None]
+    y = np.einsum("schwij,ocij->sohw", _windows(x, 3, 1), weight) + bias[:, None, None]
+    return y.reshape(len(x), 1, -1)
+
+
+def _windows(x: np.ndarray, kernel: int, padding: int) -> np.ndarray:
+    """The windows of images of two channels, (samples, channels, rows, columns, kernel, kernel)."""
+    images = np.pad(x.reshape(-1, 2, 5, 5), ((0, 0), (0, 0), (padding,) * 2, (padding,) * 2))
+    return np.lib.stride_tricks.sliding_window_view(images, (kernel, kernel), axis=(2, 3))
+
+
+def _batch_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Channel by channel."""
+    images = x.reshape(len(x), 2, 25)
+    normalised = [(c - c.mean()) / np.sqrt(c.var() + 1e-5) for c in np.moveaxis(images, 1, 0)]
+    y = np.stack(normalised, axis=1) * weight[:, None] + bias[:, None]
     return y.reshape(len(x), 1, -1)
 
 
@@ -145,7 +160,15 @@ CASES: dict[str, Case] = {
     "mean_error, absolute": Case((_ACTIVATION,), lambda x: np.abs(x - GOALS).mean()),
     "lookup": Case(((VOCABULARY, FEATURES),), lambda table: table[TOKENS]),
     "positions": Case(((ROWS + 2, FEATURES),), lambda table: np.stack([table[:ROWS]] * SAMPLES)),
-    "convolve": Case(((SAMPLES, 1, 50), (3, 2, 3, 3), (3,)), _convolve),
+    "convolve": Case((_IMAGES, (3, 2, 3, 3), (3,)), _convolve),
+    "add_to_channels": Case((_IMAGES, (2,)), lambda x, bias: x + np.repeat(bias, 25)),
+    "pool_windows": Case((_IMAGES,), lambda x: _windows(x, 2, 0).max(axis=(4, 5)).reshape(SAMPLES, 1, -1)),
+    "pool_windows, means": Case(
+        (_IMAGES,), lambda x: _windows(x, 3, 1).mean(axis=(4, 5))[:, :, ::2, ::2].reshape(SAMPLES, 1, -1)
+    ),
+    "normalise_batch": Case((_IMAGES, (2,), (2,)), _batch_norm),
+    "normalise_batch, synchronised": Case((_IMAGES,), lambda x: _batch_norm(x, np.ones(2), np.zeros(2))),
+    "image_data": Case((), lambda: IMAGES.reshape(SAMPLES, 1, -1).astype(np.float64)),
     "concat_grouped": Case(((4, 8), (2, 8), (2, 8)), _grouped),
     "concat_heads": Case(((SAMPLES, ROWS, 8), (SAMPLES, ROWS, 4), (SAMPLES, ROWS, 4)), _heads),
     "split_gate": Case((_ACTIVATION,), lambda x: np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)),

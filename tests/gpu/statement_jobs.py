@@ -15,12 +15,13 @@ from autoddl.pipelines.runtime.comm.layouts import Layout
 from autoddl.pipelines.runtime.dropouts import Dropout
 from autoddl.pipelines.runtime.facts import OwnModule
 from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.runningstats import RunningStatistics
 from autoddl.pipelines.runtime.statements import EPILOGUES
 from autoddl.pipelines.runtime.stepping import Ranks
 from autoddl.pipelines.runtime.updates import are_finite, step_masters
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks load this file by its path, not as a part of a package
-from references import GOALS, ROWS, SAMPLES, TARGETS, TOKENS, VOCABULARY, draw
+from references import GOALS, IMAGES, ROWS, SAMPLES, TARGETS, TOKENS, VOCABULARY, draw
 
 flow = load_oneflow()
 Tensor = Any
@@ -57,7 +58,15 @@ def _calls(ranks: Ranks) -> Mapping[str, Callable[..., Tensor]]:
         "mean_error, absolute": lambda x: of["mean_error"](x, goals, ranks, False),
         "lookup": lambda table: of["lookup"](TOKENS, table, _ALONE, ranks, VOCABULARY, ROWS),
         "positions": lambda table: of["positions"](table, SAMPLES, _ALONE, ranks, ROWS),
-        "convolve": lambda x, w, b: of["convolve"](x, (2, 5, 5), w, b, {"padding": 1}),
+        "convolve": lambda x, w, b: of["convolve"](x, 5, w, b, {"padding": 1}),
+        "add_to_channels": of["add_to_channels"],
+        "pool_windows": lambda x: of["pool_windows"](x, (2, 5), 2, 1, 0, True),
+        "pool_windows, means": lambda x: of["pool_windows"](x, (2, 5), 3, 2, 1, False),
+        "normalise_batch": lambda x, w, b: of["normalise_batch"](x, w, b, RunningStatistics(2), _ALONE, ranks, True),
+        "normalise_batch, synchronised": lambda x: of["normalise_batch"](
+            x, None, None, RunningStatistics(2), _ALONE, ranks, True, True
+        ),
+        "image_data": lambda: of["image_data"](IMAGES, _ALONE, ranks),
         "concat_grouped": lambda *parts: of["concat_grouped"](parts, (2, 1, 1)),
         "concat_heads": lambda *parts: of["concat_heads"](parts, 2),
         "split_gate": gate,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.pipelines.joint.job import job_of
@@ -67,3 +69,14 @@ def test_a_joint_plan_is_never_slower_than_a_recipe():
     options = JointOptions(Options(batch=32, zero="auto", activations="auto", time_limit_s=2.0), pipeline="auto")
     recipe = recipe_trials(job(), math.inf, Clock(60.0))
     assert plan_jointly(GPT, CLUSTER, options).evaluation.step_s <= recipe.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("recompute", [True, "blocks", None])
+def test_no_way_of_recomputation_that_the_options_exclude(recompute):
+    """Where the options ask for recomputed blocks, memory that is left does not undo it."""
+    asked = job(recompute=recompute)
+    found = recipe_trials(asked, math.inf, Clock(60.0))
+    assert found is not None
+    ways = {choice.recompute for choice in found.configuration.stages}
+    assert all(asked.tries(way) for way in ways)
+    assert ("none" in ways) == (recompute is None)
