@@ -54,7 +54,8 @@ from .kinds.registry import kind_of
 from .layer import Layer, Place, zero_of
 from .localwork import LocalWork, elementwise
 from .recomputation import word_of
-from .strategy import Strategy, StrategyGroup
+from .strategy import Strategy
+from .strategygroup import StrategyGroup
 from .workload import Workload
 
 __all__ = ["LayerWork", "is_in_recomputed_block", "is_recomputed_alone", "layer_work", "repeats_redistributions"]

@@ -1,8 +1,7 @@
 """The cost table of a layer graph on a cluster, for any number of micro-batches.
 
-**Variables.**  Tied layers share one variable: the same layer of every repetition of a block (unless ``untied``), and layers
-that share a weight.  If an embedding and a linear layer share a weight, the strategy of one is the transpose of the other's.
-The cost of a variable is the sum over its layers; the redistributions between two variables are summed over their edges.
+**Variables.**  Tied layers share one variable (:mod:`.variables`).  The cost of a variable is the sum over its layers; the
+redistributions between two variables are summed over their edges.
 
 **Affine prices.**  At a fixed strategy every cost is affine in the samples b of a micro-batch: fixed + b * slope (latencies and
 kernel launches; bytes and FLOPs).  With M micro-batches of b = batch / M samples, a step takes
@@ -25,23 +24,23 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from .affine import VARIABLE, parts_of
 from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
-from .graph import Layer, LayerGraph, Place
-from .graph_meshes import EAGER, executes, shared_positions
-from .kinds.registry import kind_of
-from .layerwork import layer_work, repeats_redistributions
-from .layoutprices import LayoutPrices, communication_time
+from .graph import Layer, LayerGraph
+from .graph_meshes import EAGER
+from .layerwork import repeats_redistributions
+from .layoutprices import LayoutPrices
 from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
+from .optionprices import OptionPrices, price_layer
 from .overlap import WHOLE, Exposure
 from .problem import OBJECTIVES, Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
 from .recomputation import word_of
 from .redistribution import redistribute, steps
-from .strategy import PLAIN, Choices, Strategy, enumerate_strategies, fitting, group_strategies, transposed
+from .strategy import PLAIN, Choices, Strategy, fitting
 from .table import ClassCosts, CostTable, Edge
+from .variables import Offer, executed_by, no_strategy, variables_of
 from .workload import Workload
 
 __all__ = [
@@ -50,23 +49,6 @@ __all__ = [
     "edge_steps",
     "moved_shape",
 ]
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """The strategies that layers are offered, of those that divide them.
-
-    Attributes:
-        summa: whether Summa meshes are among them.
-        allowed: the allowed strategies; None allows all.
-        executor: what executes them.
-        choices: what is offered besides splits.
-    """
-
-    summa: bool
-    allowed: frozenset[Strategy] | None
-    executor: str
-    choices: Choices
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +155,7 @@ class PriceBook:
         self.summa = summa
         self.executor = executor
         self.exposure = exposure
-        self.offer = _Offer(summa, allowed, executor, choices)
+        self.offer = Offer(summa, allowed, executor, choices)
         twin = (
             share_with
             if share_with
@@ -182,15 +164,15 @@ class PriceBook:
             else None
         )
         self.variables: tuple[Variable, ...] = (
-            twin.variables if twin else _variables(graph, cluster, untied, self.offer)
+            twin.variables if twin else variables_of(graph, cluster, untied, self.offer)
         )
-        self._prices: dict[object, _Prices] = {}
+        self._prices: dict[object, OptionPrices] = {}
         self._growing: dict[tuple[int, int], bool] = {}
         self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
         self._working: dict[int, list[int]] = twin._working if twin else {}  # valid micro-batches of each batch
         # These prices do not depend on ties or recomputation: books that share prices (`share_with`) have them in common.
         self._moves: LayoutPrices = share_with._moves if share_with else LayoutPrices(cluster)
-        self._layer_prices: dict[object, _Prices] = share_with._layer_prices if share_with else {}
+        self._layer_prices: dict[object, OptionPrices] = share_with._layer_prices if share_with else {}
 
     @property
     def may_shrink(self) -> bool:
@@ -211,7 +193,7 @@ class PriceBook:
             self._growing[key] = all(self._has_counterparts(*pair, larger, smaller) for pair in different)
         return self._growing[key]
 
-    def _has_counterparts(self, option_set: OptionSet, prices: _Prices, larger: int, smaller: int) -> bool:
+    def _has_counterparts(self, option_set: OptionSet, prices: OptionPrices, larger: int, smaller: int) -> bool:
         fits = option_set.fits(smaller)
         if not (fits & (smaller % option_set.p0 != 0)).any():
             return True
@@ -228,10 +210,10 @@ class PriceBook:
         return True
 
     @cached_property
-    def _variable_prices(self) -> tuple[_Prices, ...]:
+    def _variable_prices(self) -> tuple[OptionPrices, ...]:
         return tuple(self._price(variable) for variable in self.variables)
 
-    def _price(self, variable: Variable) -> _Prices:
+    def _price(self, variable: Variable) -> OptionPrices:
         """Sum the prices of a variable's layers.  Equal layers are priced once; equal variables share their arrays."""
         counts: dict[object, int] = {}
         first: dict[object, Layer] = {}
@@ -249,14 +231,15 @@ class PriceBook:
             self._prices[whole] = total
         return self._prices[whole]
 
-    def _price_layer(self, layer: Layer, variable: Variable) -> _Prices:
+    def _price_layer(self, layer: Layer, variable: Variable) -> OptionPrices:
         place = self.graph.place(layer.name, self.workload.recompute)
         # The place says what ``blocks:K`` recomputes.  The number of repetitions only divides the activations of one block.
         alone = replace(place, repetitions=min(place.repetitions, 1))
         workload = replace(self.workload, batch=1, micro_batch=1, recompute=word_of(self.workload.recompute))
         key = (layer.signature(), alone, layer.name in variable.swapped, variable.options, workload)
         if key not in self._layer_prices:
-            self._layer_prices[key] = _price_layer(self, layer, variable, alone)
+            strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
+            self._layer_prices[key] = price_layer(layer, strategies, self.cluster, self.workload, alone)
         prices = self._layer_prices[key]
         if place.repetitions < 2:
             return prices
@@ -381,8 +364,8 @@ class PriceBook:
         micro_batch = workload.micro_batch
         kept = np.flatnonzero(variable.option_set.fits(micro_batch, part) & (~variable.option_set.summa | summa))
         if len(kept) == 0:
-            why = f"whose samples divide a micro-batch of {part or micro_batch} {self.graph.sample}s{_executed_by(self.executor)}"
-            fault = _no_strategy(self.graph[variable.layers[0]], self.cluster, why)
+            why = f"whose samples divide a micro-batch of {part or micro_batch} {self.graph.sample}s{executed_by(self.executor)}"
+            fault = no_strategy(self.graph[variable.layers[0]], self.cluster, why)
             raise UserError(f"{fault}; {self._nearest(workload.batch, micro_batch)}")
         return kept
 
@@ -459,201 +442,3 @@ class PriceBook:
                 known[key] = ClassCosts(np.asarray(between), rows, cols)
             edges.append(Edge(i, j, known[key]))
         return tuple(edges)
-
-
-def _executed_by(executor: str) -> str:
-    """The part of a message that says which strategies an executor leaves out; empty if it executes all."""
-    name = executor.split("|")[0]
-    return "" if name == EAGER else f" and that executor={name!r} can execute"
-
-
-def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
-    """The beginning of a message about a layer without a strategy."""
-    shape = " x ".join(map(str, cluster.level_sizes))
-    devices = f"{cluster.num_devices} devices" + (f" ({shape})" if len(cluster.level_sizes) > 1 else "")
-    return f"{layer.describe()} has no strategy on {devices} {why}"
-
-
-# --------------------------------------------------------------------------------------------------------------- variables
-
-
-def _variables(graph: LayerGraph, cluster: Cluster, untied: bool, offer: _Offer) -> tuple[Variable, ...]:
-    """Group the layers; see the module's docstring."""
-    groups: dict[object, list[str]] = {}
-    key_of: dict[str, object] = {}
-    for layer in graph.layers:
-        tied_to = next((p.tied_to for p in layer.parameters if p.tied_to), None)
-        if tied_to in key_of:
-            key = key_of[tied_to]
-        elif layer.block and not untied:
-            key = (layer.block, layer.role, layer.signature(), not graph.inputs(layer.name))
-        else:
-            key = layer.name
-        key_of[layer.name] = key
-        groups.setdefault(key, []).append(layer.name)
-    known: dict[object, OptionSet] = {}
-    return tuple(_variable(graph, tuple(names), cluster, known, offer) for names in groups.values())
-
-
-def _variable(
-    graph: LayerGraph,
-    names: tuple[str, ...],
-    cluster: Cluster,
-    known: dict[object, OptionSet],
-    offer: _Offer,
-) -> Variable:
-    first = graph[names[0]]
-    swapped = frozenset(n for n in names if kind_of(graph[n].kind).is_lookup != kind_of(first.kind).is_lookup)
-    place = graph.place(first.name, "none")
-    key = (place.largest_zero, graph.reads_order, *{(graph[name].signature(), name in swapped): None for name in names})
-    if key not in known:
-        members = {graph[name].signature(): graph[name] for name in names}
-        options = _common_options(list(members.values()), swapped, cluster, place, offer)
-        known[key] = OptionSet(
-            tuple(
-                s
-                for s in options
-                if graph.offers(first.name, s) and (offer.allowed is None or s.plain in offer.allowed)
-            ),
-            math.gcd(*(shared_positions(offer.executor, member) for member in members.values())),
-        )
-    if not known[key].options:
-        why = f"that divides its shape{_executed_by(offer.executor)}"
-        raise UserError(f"{_no_strategy(first, cluster, why)}; try another number of devices")
-    if len(names) == 1:
-        name = names[0]
-    elif first.block:
-        name = f"{first.block}.*.{first.role}"
-    else:
-        name = " = ".join(names)
-    return Variable(name, names, known[key], swapped)
-
-
-def _common_options(
-    members: list[Layer], swapped: frozenset[str], cluster: Cluster, place: Place, offer: _Offer
-) -> tuple[Strategy, ...]:
-    is_alone = len(members) == 1
-    choices = offer.choices if is_alone else replace(offer.choices, regathers=False)
-    every = enumerate_strategies(members[0], cluster.level_sizes, offer.summa and is_alone, choices, place)
-    options = [strategy for strategy in every if executes(offer.executor, members[0], strategy)]
-    for layer in members[1:]:
-        # The first layer owns the weight that they share, and decides how its states are divided.
-        every = enumerate_strategies(layer, cluster.level_sizes)
-        offered = {strategy.splits for strategy in every if executes(offer.executor, layer, strategy)}
-        options = [s for s in options if (transposed(s) if layer.name in swapped else s).splits in offered]
-    return tuple(options)
-
-
-# ------------------------------------------------------------------------------------------------------------------ prices
-
-
-@dataclass(frozen=True, eq=False)
-class _Prices:
-    """Affine prices of a variable's options.
-
-    Attributes:
-        times: (fixed, slope) in seconds per micro-batch of forward communication, backward communication, forward compute and
-            backward compute; shape (8, options).
-        gradient: seconds per training step of the gradients' all-reduce, shape (options,).
-        update: seconds per training step of the optimizer step, shape (options,).
-        state_bytes: bytes of parameters, gradients and optimizer states, shape (options,).
-        kept_bytes: kept bytes per sample, shape (options,).
-        recomputed_bytes: bytes per sample that exist while a block is recomputed, shape (options,).
-        buffer_fixed, buffer_slope: buffer bytes, shape (different layers, options).  Each layer has a row, since the maximum of
-            affine functions is not affine.
-    """
-
-    times: np.ndarray
-    gradient: np.ndarray
-    update: np.ndarray
-    state_bytes: np.ndarray
-    kept_bytes: np.ndarray
-    recomputed_bytes: np.ndarray
-    buffer_fixed: np.ndarray
-    buffer_slope: np.ndarray
-
-    def scaled(self, count: int) -> _Prices:
-        """The prices of ``count`` equal layers.  Buffers are transient and not added up."""
-        return _Prices(
-            self.times * count,
-            self.gradient * count,
-            self.update * count,
-            self.state_bytes * count,
-            self.kept_bytes * count,
-            self.recomputed_bytes * count,
-            self.buffer_fixed,
-            self.buffer_slope,
-        )
-
-    def plus(self, other: _Prices) -> _Prices:
-        """The prices of two groups of layers that share one choice."""
-        return _Prices(
-            self.times + other.times,
-            self.gradient + other.gradient,
-            self.update + other.update,
-            self.state_bytes + other.state_bytes,
-            self.kept_bytes + other.kept_bytes,
-            self.recomputed_bytes + other.recomputed_bytes,
-            np.concatenate((self.buffer_fixed, other.buffer_fixed)),
-            np.concatenate((self.buffer_slope, other.buffer_slope)),
-        )
-
-    def cost(self, num_micro_batches: int, batch: int, objective: Objective, exposure: Exposure) -> np.ndarray:
-        """Seconds per training step, shape (options,)."""
-        rows = np.split(self.times, 2)[: 1 if objective == "communication" else 2]
-        each = sum(num_micro_batches * (fixed + more) + batch * (slope + steep) for fixed, slope, more, steep in rows)
-        if exposure.backward:
-            each -= exposure.backward * sum(more + batch / num_micro_batches * steep for _, _, more, steep in rows)
-        gradient = exposure.gradient * self.gradient
-        return np.asarray(each + (gradient if objective == "communication" else gradient + self.update))
-
-    def coefficients(self, option_set: OptionSet, objective: Objective) -> Coefficients:
-        """The costs as functions of the samples of a micro-batch."""
-        forward, backward = self.times[0:2], self.times[2:4]
-        update = self.update
-        if objective == "communication":
-            update = np.zeros_like(update)
-        else:
-            forward, backward = forward + self.times[4:6], backward + self.times[6:8]
-        memory = self.state_bytes, self.kept_bytes, self.recomputed_bytes
-        return Coefficients(option_set, forward, backward, self.gradient, update, *memory)
-
-    def memory(self, micro_batch: int) -> np.ndarray:
-        """Resident bytes, shape (options,)."""
-        return np.ceil(self.state_bytes + micro_batch * (self.kept_bytes + self.recomputed_bytes))
-
-    def buffer(self, micro_batch: int) -> np.ndarray:
-        """Bytes of the largest buffer of any layer, shape (options,)."""
-        return np.ceil(self.buffer_fixed + micro_batch * self.buffer_slope).max(axis=0)
-
-
-def _price_layer(book: PriceBook, layer: Layer, variable: Variable, place: Place) -> _Prices:
-    cluster, precision = book.cluster, book.workload.precision
-    strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
-    columns = np.zeros((15, len(strategies)))
-    for group in group_strategies(strategies):
-        work = layer_work(layer, group, book.workload, VARIABLE, place)
-        times = (
-            cluster.exposed_part(work) * communication_time(cluster, work.forward),
-            cluster.exposed_part(work) * communication_time(cluster, work.backward),
-            cluster.local_time(work.forward_work, precision),
-            cluster.local_time(work.backward_work, precision),
-        )
-        for row, seconds in enumerate(times):
-            columns[2 * row, group.indices], columns[2 * row + 1, group.indices] = parts_of(seconds)
-        columns[8, group.indices] = communication_time(cluster, work.gradient)
-        columns[9, group.indices] = work.state_bytes
-        columns[10, group.indices] = parts_of(work.kept_bytes)[1]
-        columns[11, group.indices], columns[12, group.indices] = parts_of(work.buffer_bytes)
-        columns[13, group.indices] = cluster.local_time(work.update_work, precision)
-        columns[14, group.indices] = parts_of(work.recomputed_bytes)[1]
-    return _Prices(
-        times=columns[:8],
-        gradient=columns[8],
-        update=columns[13],
-        state_bytes=columns[9],
-        kept_bytes=columns[10],
-        recomputed_bytes=columns[14],
-        buffer_fixed=columns[11:12],
-        buffer_slope=columns[12:13],
-    )

@@ -33,12 +33,11 @@ from autoddl.costmodel.strategy import (
     PLAIN,
     Choices,
     Strategy,
-    StrategyGroup,
     enumerate_strategies,
     fitting,
-    group_strategies,
     transposed,
 )
+from autoddl.costmodel.strategygroup import StrategyGroup, group_strategies
 from autoddl.costmodel.workload import Workload
 
 __all__ = ["Claim", "VerificationError", "verify"]

@@ -142,32 +142,10 @@ def _price(arguments: argparse.Namespace) -> int:
     from ..api.configured import distance, price
 
     same = (
-        *(
-            "tp",
-            "pp",
-            "dp",
-            "interleave",
-            "schedule",
-            "ep",
-            "micro_batch",
-            "recompute",
-            "sequence_parallel",
-            "from_megatron",
-        ),
-        *(
-            "cluster",
-            "nodes",
-            "devices_per_node",
-            "heads",
-            "sequence",
-            "vocabulary",
-            "capacity_factor",
-            "batch_norm",
-            "batch",
-            "precision",
-            "optimizer",
-        ),
-        *("attention", "gradients", "zero", "overlap"),
+        *("tp", "pp", "dp", "interleave", "schedule", "ep", "micro_batch", "recompute", "sequence_parallel"),
+        *("from_megatron", "cluster", "nodes", "devices_per_node", "heads", "sequence", "vocabulary"),
+        *("capacity_factor", "batch_norm", "batch", "precision", "optimizer", "attention", "gradients", "zero"),
+        "overlap",
     )
     options: dict[str, Any] = {name: getattr(arguments, name) for name in same}
     limit = memory_limit_bytes(arguments)

@@ -5,7 +5,7 @@
 2. Visit the operators in execution order.  An operator outside of all regions is skipped if none of its outputs is active.
 
    - The operator that ends a region adds the region's layer; the other operators of a region add nothing.
-   - An embedding lookup, a convolution or a cross entropy adds a layer.
+   - An embedding lookup, a convolution, a pooling, a batch norm or a cross entropy adds a layer.
    - A view adds no layer, it changes the order of a tensor's dimensions only.
    - A residual sum adds a layer of kind ``add``.
    - Any other element-wise operator, and a reduction over rows, joins the epilogue of the layer whose output it reads.
@@ -26,6 +26,7 @@ from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
 from .drafts import LayerDraft, View, build_layer_graph, join_names
+from .images import image_layer_of
 from .norms import NormRegion, find_norms
 from .operators import (
     CROSS_ENTROPIES,
@@ -45,8 +46,6 @@ from .registered import RegisteredRegion, find_registered
 
 __all__ = ["gather"]
 
-#: Poolings of images.
-POOLINGS = ("max_pool_2d", "avg_pool_2d", "adaptive_avg_pool2d")
 #: Names of operators in an epilogue, by OneFlow's operator name, if the two differ.
 EPILOGUE_NAMES = {
     "fast_gelu": "gelu",
@@ -246,11 +245,9 @@ class _Gathering(Assembly):
         """Add the layer or the view of an operator outside of all regions, or add the operator to the layer that it follows."""
         if op.kind in LOOKUPS and self._add_embedding(op):
             return
-        if op.kind == "conv2d" and self._add_conv2d(op):
-            return
-        if op.kind in POOLINGS and self._add_pool(op):
-            return
-        if op.kind == "normalization" and self._add_batch_norm(op):
+        found = image_layer_of(self.graph, op, self._is_image)
+        if found is not None:
+            self._add(self._module_draft(op, found.layer, found.layer.kind, found.learned, [found.source]), op.output)
             return
         if op.kind in CROSS_ENTROPIES or (op.kind == "log_softmax" and self._is_read_by_nll(op)):
             self._add_loss(op)
@@ -268,80 +265,6 @@ class _Gathering(Assembly):
         vocabulary, features = graph.shapes[table]
         layer = make.embedding("", graph.elements(indices) // graph.batch, vocabulary, features)
         self._add(self._module_draft(op, layer, "embedding", [table]), op.output)
-        return True
-
-    def _add_conv2d(self, op: Operator) -> bool:
-        """Add the layer of a convolution; return False for convolutions that have no kind of layer.
-
-        A layer of kind ``conv2d`` has one group, no dilation, and the same kernel size, stride and padding in both directions.
-        """
-        graph, attributes = self.graph, op.attributes
-        source, weight = op.arguments["in"][0], op.arguments["weight"][0]
-        lengths = [set(attributes[key]) for key in ("kernel_size", "strides", "padding_before", "dilation_rate")]
-        is_square = all(len(values) == 1 for values in lengths)
-        if not is_square or attributes["groups"] != 1 or lengths[3] != {1}:
-            return False
-        if attributes["data_format"] != "channels_first" or not graph.is_learned(weight):
-            return False
-        channels, height, width = graph.shapes[source][1:]
-        kernel, stride, padding = (values.pop() for values in lengths[:3])
-        layer = make.conv2d(
-            "", (channels, height, width), attributes["filters"], kernel_size=kernel, stride=stride, padding=padding
-        )
-        if (graph.batch, *layer.output_shape) != graph.shapes[op.output]:
-            return False
-        learned = [weight, *op.arguments.get("bias", ())]
-        self._add(self._module_draft(op, layer, "conv2d", learned, [source]), op.output)
-        return True
-
-    def _add_pool(self, op: Operator) -> bool:
-        """Add the layer of a pooling; return False for poolings that have no kind of layer.
-
-        A layer of kind ``pool`` has square windows without dilation, all of which lie inside the padded image. Means count padding.
-        """
-        graph, attributes = self.graph, op.attributes
-        shape = graph.shapes[op.inputs[0]]
-        if len(shape) != 4 or not self._is_image(op.inputs[0]):
-            return False
-        if op.kind == "adaptive_avg_pool2d":
-            # As many windows as outputs, side by side.
-            lengths = [
-                {length // out} for length, out in zip(shape[2:], attributes["output_size"]) if length % out == 0
-            ]
-            sizes = [set.union(*lengths), set.union(*lengths), {0}] if len(lengths) == 2 else []
-        else:
-            sizes = [set(attributes[key]) for key in ("kernel_size", "stride", "padding")]
-            plain = attributes.get("data_format", "channels_first") == "channels_first"
-            is_dilated = set(attributes.get("dilation", (1,))) != {1}
-            is_mean_of_some = not attributes.get("count_include_pad", True) and any(attributes["padding"])
-            if is_dilated or is_mean_of_some or not plain or attributes.get("divisor_override"):
-                return False
-        if not sizes or any(len(values) != 1 for values in sizes):
-            return False
-        kernel, stride, padding = (values.pop() for values in sizes)
-        layer = make.pool(
-            "", shape[1:], kernel_size=kernel, stride=stride, padding=padding, maximum=op.kind == "max_pool_2d"
-        )
-        if (graph.batch, *layer.output_shape) != graph.shapes[op.output] or graph.results_of([op]) != [op.output]:
-            return False
-        self._add(self._module_draft(op, layer, "pool", (), op.inputs[:1]), op.output)
-        return True
-
-    def _add_batch_norm(self, op: Operator) -> bool:
-        """Add the layer of a batch norm over the channels of images, or over the features of rows; return False for others."""
-        graph = self.graph
-        source, shape = op.arguments["x"][0], graph.shapes[op.arguments["x"][0]]
-        learned = [*op.arguments.get("gamma", ()), *op.arguments.get("beta", ())]
-        is_affine = len(learned) == 2 and all(graph.is_learned(tensor) for tensor in learned)
-        is_module = self._is_leaf(op.path) and hasattr(graph.modules.get(op.path), "running_mean")
-        is_image = len(shape) == 4 and self._is_image(source)
-        if not is_module or op.attributes.get("axis") != 1 or not (is_image or len(shape) == 2):
-            return False
-        is_synchronised = "SyncBatchNorm" in type(graph.modules[op.path]).__name__
-        layer = make.batch_norm(
-            "", shape[1:] if is_image else (1, shape[1]), synchronised=is_synchronised, affine=is_affine
-        )
-        self._add(self._module_draft(op, layer, "batch_norm", learned, [source]), op.output)
         return True
 
     def _is_image(self, tensor: str) -> bool:

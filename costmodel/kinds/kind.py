@@ -15,7 +15,8 @@ from .registry import kind_of
 
 if TYPE_CHECKING:
     from ..layer import Layer
-    from ..strategy import Strategy, StrategyGroup
+    from ..strategy import Strategy
+    from ..strategygroup import StrategyGroup
     from ..workload import Workload
 
 __all__ = [

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, group_strategies, transposed
+from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
+from autoddl.costmodel.strategygroup import group_strategies
 from autoddl.zoo.layers import add, attention, conv2d, embedding, linear, loss, norm, position
 
 WIDE = linear("fc", 1, 2**20, 2**20)
