@@ -73,7 +73,8 @@ class StoredParameter:
         layout: Distribution of the parameter over the ranks.
         tensor: The ``nn.Parameter``, a global tensor of the master type, uninitialized until `assign` is called.
         leaf: This rank's part in the compute type, which layers compute with; accumulates gradients that are not yet summed over
-            the ranks. Shares the storage of ``tensor`` if the types are the same.
+            the ranks. Shares the storage of ``tensor`` if the types are the same. None for a divided parameter, whose leaves belong
+            to its `DividedGroup`.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class StoredParameter:
         self._placement = placement
         self._sbp = list(sbp)
         self.tensor = flow.nn.Parameter(self._empty(ranks.backend.master), requires_grad)
-        self.leaf = self.new_leaf()
+        self.leaf = None if layout.zero else self.new_leaf()
 
     def _empty(self, dtype: Any) -> Tensor:
         """Return an uninitialized global tensor with the parameter's shape and layout."""
@@ -109,7 +110,7 @@ class StoredParameter:
 
     def renew_leaf(self) -> None:
         """Give ``leaf`` the present value, after the tensor was changed."""
-        if self._ranks.backend.has_masters:
+        if self._ranks.backend.has_masters and not self.layout.zero:
             self.leaf = self.new_leaf()
 
     def assign(self, value: np.ndarray) -> None:

@@ -49,7 +49,7 @@ class HeldWeight(NamedTuple):
     """A whole weight whose gradients are divided (``zero`` = 2): each backward pass leaves every rank its shard of the sum.
 
     Attributes:
-        shard: Autograd leaf, which accumulates this rank's shard of the gradient.
+        shard: Autograd leaf, which accumulates this rank's shard of the gradient; its values are not those of the weight.
         value: The whole weight.
     """
 
@@ -116,8 +116,14 @@ def _gathered_alike(shards: Sequence[Tensor], layouts: Sequence[ParameterLayout]
         inner = gather_shards(own, first.outer, [gradient_shape(layout) for layout in layouts], ranks)
         if first.zero == 2:
             wholes = gather_shards(inner, first.inner, [layout.local_shape() for layout in layouts], ranks)
-    leaves = [shard.requires_grad_(True) for shard in inner] if first.outer else list(shards)
-    return leaves if first.zero == 3 else [HeldWeight(leaf, whole) for leaf, whole in zip(leaves, wholes)]
+            leaves = [_gradient_leaf(shard).requires_grad_(own.requires_grad) for shard, own in zip(inner, shards)]
+            return [HeldWeight(leaf, whole) for leaf, whole in zip(leaves, wholes)]
+    return [shard.requires_grad_(True) for shard in inner] if first.outer else list(shards)
+
+
+def _gradient_leaf(like: Tensor) -> Tensor:
+    """Return a tensor that accumulates gradients of the shape and type of another one; its own elements take no memory."""
+    return flow.zeros(1, dtype=like.dtype, device=like.device).expand(*like.shape)
 
 
 def update_shards(gradients: Sequence[Tensor], layouts: Sequence[ParameterLayout], ranks: Ranks) -> list[Tensor]:

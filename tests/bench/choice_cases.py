@@ -84,6 +84,7 @@ class Choice:
         shares: whether samples are too few to divide over the ranks, which share them.
         num_levels: the least number of network levels.
         is_alone: whether a strategy that makes the choice makes no other one.
+        precision: numeric precision of the plan.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Choice:
     shares: bool = False
     num_levels: int = 1
     is_alone: bool = True
+    precision: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ CHOICES = (
     Choice("rows of images", VGG, _shared(("conv2d", "pool"), "halo"), shares=True),
     Choice("batch norms of all samples", TOGETHER, lambda layer, s: layer.kind == "batch_norm" and s.p0 > 1),
     Choice("mixture: transformer", LLAMA, lambda layer, strategy: True, is_alone=False),
+    Choice("mixture: half precision", LLAMA, lambda layer, strategy: True, is_alone=False, precision="mixed"),
     Choice("mixture: shared samples", LLAMA, lambda layer, strategy: True, shares=True, is_alone=False),
     Choice("mixture: experts", MOE, lambda layer, strategy: True, is_alone=False),
     Choice("mixture: images", RESNET, lambda layer, strategy: True, is_alone=False),
@@ -160,7 +163,7 @@ def plan_of(choice: Choice, mesh: Mesh, seed: int = 0) -> PlanFile | None:
     graph = choice.model.graph()
     micro_batch = 1 if choice.shares else 2 * mesh.nodes * mesh.devices
     cluster = load_cluster("dgx-a100").resized(mesh.nodes * mesh.num_stages, mesh.devices)
-    cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
+    cluster = replace(cluster, device=replace(cluster.device, peak_flops={choice.precision: 1e12}))
     devices = StageMesh(mesh.nodes, mesh.devices)
     sizes = devices.devices(cluster).level_sizes
     chain, rng = chain_of(graph), random.Random(seed)
@@ -181,7 +184,7 @@ def plan_of(choice: Choice, mesh: Mesh, seed: int = 0) -> PlanFile | None:
         first += num_units
     if not num_chosen or len(sizes) < choice.num_levels:
         return None
-    workload = Workload(micro_batch * NUM_MICRO_BATCHES, micro_batch, "float32", "sgd")
+    workload = Workload(micro_batch * NUM_MICRO_BATCHES, micro_batch, choice.precision, "sgd")
     name, options = ("gpipe", ()) if mesh.num_stages == 1 else ("1f1b", (("policy", "A"),))
     schedule = PipelineSchedule(name, mesh.num_stages, NUM_MICRO_BATCHES, options)
     configuration = Configuration(devices, schedule, workload, tuple(stages))

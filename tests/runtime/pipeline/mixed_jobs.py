@@ -15,6 +15,7 @@ from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.backend import Backend, backend_of
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.shards import HeldWeight
 from autoddl.pipelines.runtime.stage.model import PlannedModel
 from autoddl.pipelines.runtime.updates import step_masters
 
@@ -91,26 +92,31 @@ def resumed(case: Mapping[str, Any], scale: float, directory: Path) -> list[dict
 def state_bytes(case: Mapping[str, Any]) -> dict[str, int]:
     """The bytes of what this rank keeps for its weights: masters, copies to compute with, gradient sums, optimizer states."""
     trainer = trainer_of(case, 1024.0)
-    gradients: list[int] = []
+    gradients = 0  # accumulated, before they are summed over the ranks
     work = trainer._work
 
-    def update(action: Any, original: Any = work.update) -> None:
-        for replica in work.replicas.values():
-            sums = replica._gradients.get(action.task.micro_batch, [])
-            gradients.extend(g.numel() * g.element_size() for g in sums if g is not None)
-        original(action)
+    def size(tensors: Sequence[Any]) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
-    work.update = update
+    def compute(run: Any, x: Any, original: Any = work.compute) -> Any:
+        nonlocal gradients
+        y = original(run, x)
+        sums = (of_update for replica in work.replicas.values() for of_update in replica._gradients.values())
+        gradients = max(gradients, sum(map(size, sums)))
+        return y
+
+    work.compute = compute
     trainer.run()
     masters = copies = states = 0
     for replica in work.replicas.values():
         (leaves,) = replica._versions.values()
         kept = replica.optimizer.state_dict()["state"]
         for i, (parameter, leaf) in enumerate(zip(replica.parameters, leaves)):
-            masters += parameter.tensor.numel() * parameter.tensor.element_size()
-            copies += leaf.numel() * leaf.element_size()
-            states += sum(state.numel() * state.element_size() for state in kept[i].values())
-    return {"masters": masters, "copies": copies, "gradients": sum(gradients), "states": states}
+            masters += size([parameter.tensor])
+            copies += size([leaf.value if isinstance(leaf, HeldWeight) else leaf])
+            states += size(list(kept[i].values()))
+            assert not isinstance(leaf, HeldWeight) or leaf.shard.stride() == (0,)  # without memory of its own
+    return {"masters": masters, "copies": copies, "gradients": gradients, "states": states}
 
 
 def types(case: Mapping[str, Any]) -> dict[str, str]:

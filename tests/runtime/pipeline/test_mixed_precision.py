@@ -19,6 +19,7 @@ from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.zoo.transformers import gpt
 
 from .stage_plan_cases import FAMILIES, GPT, cut_layers, random_plan, strategy_of
+from .test_sharding_on_ranks import divided
 from .test_stage_plans_on_ranks import gpt_case, mlp_case
 
 JOBS = Path(__file__).with_name("mixed_jobs.py")
@@ -93,21 +94,26 @@ def test_checkpoints_hold_masters_and_the_scale(ranks, tmp_path):
             np.testing.assert_array_equal(value, again["parameters"][name])
 
 
-def test_a_rank_keeps_the_bytes_that_are_priced(ranks):
-    """Adam: 4 + 4 bytes for the copy and the gradient, and 8 + 16 for the master and its states, of each of a rank's parameters."""
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_rank_keeps_the_bytes_that_are_priced(ranks, zero):
+    """Adam: 4 + 4 bytes for the copy and the gradient, and 8 + 16 for the master and its states, of each of a rank's parameters.
+
+    Of what the four ranks divide each keeps a quarter: what is gathered is of the compute type.
+    """
     case = one_stage_gpt()
-    (stage,) = case["stages"]
+    (stage,), graph = case["stages"], case["graph"]
+    if zero:
+        (stage,) = case["stages"] = [divided(graph.layers, graph, (4,), zero, False, "none")]
     workload = Workload(8, 4, "mixed-cpu", "adam")
     assert workload.bytes_per_parameter == 4 + 4 + 8 + 16
     priced = sum(
-        layer_work(
-            layer, stage.strategies[layer.name], workload, 4, case["graph"].place(layer.name, "none")
-        ).state_bytes
-        for layer in case["graph"].layers
+        layer_work(layer, stage.strategies[layer.name], workload, 4, graph.place(layer.name, "none")).state_bytes
+        for layer in graph.layers
     )
     for found in ranks(4).run(f"{JOBS}:state_bytes", case, timeout_s=TIMEOUT_S):
         assert sum(found.values()) == priced
-        assert found["masters"] == 2 * found["copies"] == 2 * found["gradients"] == found["states"] / 2
+        if not zero:
+            assert found["masters"] == 2 * found["copies"] == 2 * found["gradients"] == found["states"] / 2
 
 
 def test_products_and_statistics_have_their_types(ranks):
