@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.collectives import Step
+from autoddl.costmodel.precision import Precision
 from autoddl.pipelines.runtime.pipeline.slots import RankMap
 from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, sent_messages
 from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES, NOISE_BYTES
@@ -48,7 +49,7 @@ def compare(
         executor: What executed the plan.
     """
     schedule, ranks = fitted.schedule, RankMap(fitted.schedule.widths)
-    number_bytes = fitted.scaled.workload.types.master_itemsize
+    types = fitted.scaled.workload.types
     workers = [
         _RankGroup(steps, [results[rank].run_steps for rank in ranks.ranks_of(worker)])
         for worker, steps in enumerate(prediction.workers)
@@ -66,7 +67,7 @@ def compare(
         gradients=_value_checks(reference.gradients, [result.gradient_errors for result in results]),
         parameters=_value_checks(reference.parameters, [result.parameter_errors for result in results]),
         between=PhaseCheck(sum(prediction.between), sum(result.boundary_bytes for result in results)),
-        step=_phase_check(workers, results[0].run_bytes, number_bytes, prediction.transfers),
+        step=_phase_check(workers, results[0].run_bytes, types, prediction.transfers),
         not_counted_because=not_counted_because,
         notes=_notes(plan, fitted, executor),
     )
@@ -172,7 +173,7 @@ def _stage(fitted: FittedPlan, prediction: Prediction, number: int, results: Seq
         key = (section.layer, section.phase)
         payload_bytes[key] = payload_bytes.get(key, 0) + (section.payload_bytes or 0)
     is_counted = results[0].run_bytes is not None
-    number_bytes = fitted.scaled.workload.types.master_itemsize
+    types = fitted.scaled.workload.types
     layers = []
     for layer in stage.layers(graph):
         phases = {}
@@ -180,7 +181,7 @@ def _stage(fitted: FittedPlan, prediction: Prediction, number: int, results: Seq
             key = (layer.name, phase)
             if key in prediction.sections:
                 group = _RankGroup(prediction.sections[key], [steps.get(key, []) for steps in executed_steps])
-                phases[phase] = _phase_check([group], payload_bytes.get(key, 0) if is_counted else None, number_bytes)
+                phases[phase] = _phase_check([group], payload_bytes.get(key, 0) if is_counted else None, types)
         own_parameters = tuple(parameter.name for parameter in layer.parameters if parameter.tied_to is None)
         strategy = stage.strategies[layer.name]
         layers.append(LayerCheck(layer.name, layer.kind, layer.block, layer.role, strategy, phases, own_parameters))
@@ -201,14 +202,14 @@ class _RankGroup:
 
 
 def _phase_check(
-    groups: Sequence[_RankGroup], payload_bytes: float | None, number_bytes: int, transfers: Sent | None = None
+    groups: Sequence[_RankGroup], payload_bytes: float | None, types: Precision, transfers: Sent | None = None
 ) -> PhaseCheck:
     """Compare the steps and the bytes of one phase, or of a whole run.
 
     Args:
         groups: All ranks that take part.
         payload_bytes: Bytes that all ranks sent, without the headers of packets.  None if bytes were not counted.
-        number_bytes: Bytes of a single number of the master type.
+        types: The types in which the ranks compute and send.
         transfers: Predicted point-to-point transfers, which are no communication steps.
     """
     transfers = transfers or Sent()
@@ -224,9 +225,9 @@ def _phase_check(
             missing += [str(step) for step in not_executed if str(step) not in missing]
             unexpected += [str(step) for step in not_expected if str(step) not in unexpected]
         predicted_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.priced)
-        unpriced_bytes += MESSAGE_BYTES * sum(
-            sent_messages(step, number_bytes) for steps in group.executed for step in steps
-        )
+        sizes = types.master_itemsize, min(types.itemsize, types.communication_itemsize)
+        num_messages = sum(sent_messages(step, *sizes) for steps in group.executed for step in steps)
+        unpriced_bytes += MESSAGE_BYTES * num_messages
         unpriced_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.unpriced)
     sent_bytes = None if payload_bytes is None else payload_bytes - unpriced_bytes
     return PhaseCheck(predicted_bytes, sent_bytes, tuple(missing), tuple(unexpected))

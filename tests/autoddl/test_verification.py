@@ -175,6 +175,8 @@ def test_messages_of_sums_of_a_few_numbers():
     assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=4)) == 6
     assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=8)) == 12
     assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=8), number_bytes=8) == 6  # a loss in double precision
+    two_doubles = step(Collective.ALL_REDUCE, nbytes=16)
+    assert 4 * sent_messages(two_doubles, number_bytes=8, element_bytes=8) == 12
     assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=1024)) == 24
     assert 4 * sent_messages(step(Collective.ALL_GATHER, nbytes=4)) == 12
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -157,7 +158,10 @@ def test_sbp_of_the_paper():
         "input": "(S0:2, B:4, S1:8)",
         "weight": "(B:2, S1:4, S0:8)",
         "output": "(S0:2, S1:4, P:8)",
+        **dict.fromkeys(("parameter", "gradient", "state"), "(B:2, S1:4, S0:8)"),
     }
+    divided = {name: str(layout) for name, layout in replace(strategy, zero=2).sbp(WIDE).items()}
+    assert divided == {**texts, **dict.fromkeys(("gradient", "state"), "(S0:2, S1:4, S0:8)")}
     assert strategy.sbp(norm("n", 4, 64))["weight"] is not None
     assert strategy.sbp(add("a", (4, 64)))["weight"] is None
     two = Strategy(((2, 1, 4), (1, 8, 1)))

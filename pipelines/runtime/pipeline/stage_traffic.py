@@ -309,7 +309,7 @@ def _sent_by_stage(steps: Iterable[Step], plan: StagePlan) -> Sent:
     return Sent(sum(s.mean_sent_bytes for s in moving), sum(sent_messages(s) for s in moving)) * plan.num_ranks
 
 
-def sent_messages(step: Step, number_bytes: int = _MIN_ITEMSIZE) -> float:
+def sent_messages(step: Step, number_bytes: int = _MIN_ITEMSIZE, element_bytes: int = _MIN_ITEMSIZE) -> float:
     """Return the mean number of messages that a rank sends in a step.
 
     An all-reduce is a ring in which each of p pieces makes p - 1 hops twice. A vector of fewer than p elements has fewer pieces.
@@ -317,8 +317,9 @@ def sent_messages(step: Step, number_bytes: int = _MIN_ITEMSIZE) -> float:
     Args:
         step: The step.
         number_bytes: Bytes of a single number, such as a loss; in mixed precision it has the master type.
+        element_bytes: Bytes of an element of a vector.
     """
     pieces: float = step.axis.size
     if step.collective is Collective.ALL_REDUCE:
-        pieces = 1 if step.nbytes == number_bytes else min(pieces, step.nbytes / _MIN_ITEMSIZE)
+        pieces = 1 if step.nbytes == number_bytes else min(pieces, step.nbytes / element_bytes)
     return step.mean_messages * pieces / step.axis.size
