@@ -55,11 +55,15 @@ def test_what_the_workload_says_of_all_layers(ranks, zero):
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_steps_of_optimizers(ranks, num_micro_batches):
-    """Three steps of AdamW and SGD end where one device ends, also if gradients of several micro-batches accumulate."""
+    """Three steps of AdamW and SGD end where one device ends, also if gradients of several micro-batches accumulate.
+
+    In double precision, since Adam divides by small gradients.
+    """
     case = case_of("gpt", GPT, (2, 2), 8, batch=8 * num_micro_batches)
-    for result in ranks(4).run(f"{JOBS}:train", *case.arguments, ["adamw", "sgd"]):
+    case = replace(case, workload=replace(case.workload, precision="float64"))
+    for result in ranks(4).run(f"{JOBS}:train", *case.arguments, ["adamw", "sgd"], 3):
         for optimizer, errors in result.items():
-            assert max(errors.values()) < 1e-4, (optimizer, max(errors.items(), key=lambda item: item[1]))
+            assert max(errors.values()) < 1e-5, (optimizer, max(errors.items(), key=lambda item: item[1]))
 
 
 def test_checkpoints_move_between_divisions(ranks):
