@@ -221,8 +221,11 @@ def _reduce_variable(
     kept = np.flatnonzero(alive)
     keys = np.stack([row_class[kept] for row_class, _ in rows]) if rows else np.zeros((1, len(kept)), dtype=np.intp)
     if len(kept):
-        representative, label_class = np.unique(keys, axis=1, return_index=True, return_inverse=True)[1:]
-        label_class = label_class.ravel()
+        label_class = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
+        # Dominated labels of each class first: they are most, and all pairs of the others are compared.
+        survivors = _best_of_classes(cost[kept], memory[kept], buffer[kept], label_class)
+        kept, label_class = kept[survivors], label_class[survivors]
+        representative = np.unique(label_class, return_index=True)[1]
         worst = np.zeros((len(representative),) * 2)
         for row_class, distinct in rows:
             worst += _largest_excess(distinct[row_class[kept[representative]]])
@@ -247,8 +250,24 @@ def _largest_excess(rows: np.ndarray) -> np.ndarray:
     return excess
 
 
-def _undominated(cost: np.ndarray, memory: np.ndarray, buffer: np.ndarray, worst: np.ndarray) -> np.ndarray:
-    """Indices of the labels that no other label can replace; ``worst[a, b]`` is the largest excess of b's edges over a's."""
+def _best_of_classes(cost: np.ndarray, memory: np.ndarray, buffer: np.ndarray, label_class: np.ndarray) -> np.ndarray:
+    """Ascending indices of the labels that no other label of their class can replace."""
+    order = np.argsort(label_class, kind="stable")
+    starts = np.flatnonzero(np.diff(label_class[order])) + 1
+    survivors = [
+        members[_undominated(cost[members], memory[members], buffer[members], 0.0)]
+        for members in np.split(order, starts)
+    ]
+    return np.sort(np.concatenate(survivors))
+
+
+def _undominated(cost: np.ndarray, memory: np.ndarray, buffer: np.ndarray, worst: np.ndarray | float) -> np.ndarray:
+    """Indices of the labels that no other label can replace.
+
+    Args:
+        cost, memory, buffer: of the labels.
+        worst: ``worst[a, b]`` is the largest excess of b's edges over a's; 0 within a class.
+    """
     replaces = (cost[None, :] + worst <= cost[:, None]) & (memory[None, :] <= memory[:, None])
     replaces &= buffer[None, :] <= buffer[:, None]
     np.fill_diagonal(replaces, False)
