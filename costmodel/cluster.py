@@ -98,8 +98,7 @@ class Link:
             return step.messages * self.latency_s, step.sent_bytes / self.bandwidth
         size: Any = step.axis.size
         if isinstance(size, np.ndarray) and self.groups:  # a group of strategies
-            known = {one: self._terms(step.collective, one) for one in set(size.tolist())}
-            latency_s, bandwidth, copy = np.array([known[one] for one in size.tolist()]).T
+            latency_s, bandwidth, copy = self._terms_up_to(step.collective, int(size.max()))[:, size]
         else:
             latency_s, bandwidth, copy = self._terms(step.collective, size)
         return step.messages * latency_s, step.sent_bytes / bandwidth + step.nbytes * copy
@@ -110,6 +109,18 @@ class Link:
         if own is not None:
             return (*own, 0.0)
         return *self.collectives.get(collective, (self.latency_s, self.bandwidth)), self.copies.get(collective, 0.0)
+
+    def _terms_up_to(self, collective: Collective, largest: int) -> np.ndarray:
+        """:meth:`_terms` in groups of each size up to at least ``largest``, shape (3, sizes)."""
+        known = self._known_terms.get(collective)
+        if known is None or known.shape[1] <= largest:
+            known = np.array([self._terms(collective, size) for size in range(largest + 1)]).T
+            self._known_terms[collective] = known
+        return known
+
+    @cached_property
+    def _known_terms(self) -> dict[Collective, np.ndarray]:
+        return {}
 
     def message_time(self, messages: float, nbytes: float) -> float:
         """Seconds of messages from one device to another, ``nbytes`` in total.
