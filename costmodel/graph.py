@@ -105,8 +105,12 @@ class LayerGraph:
 
     @cached_property
     def reads_order(self) -> bool:
-        """Whether a layer needs the positions of a sample in order; then ranks do not share samples of causal attention."""
-        return any(kind_of(layer.kind).reads_order for layer in self.layers)
+        """Whether a layer of the model needs the positions of a sample in order.
+
+        Then ranks do not share samples of causal attention.
+        """
+        layers = self.layers if self.part_of is None else self.part_of.layers
+        return any(kind_of(layer.kind).reads_order for layer in layers)
 
     def offers(self, name: str, strategy: Strategy) -> bool:
         """Whether a layer has a strategy that divides it in this graph."""

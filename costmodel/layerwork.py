@@ -77,6 +77,8 @@ class LayerWork:
             sum over all layers is that of one block.
         buffer_bytes: bytes that exist only while the layer runs.
         overlaps: whether the communication of the passes runs under the products of the layer.
+        held_bytes: the part of ``state_bytes`` that is gathered weights, which exist while one block is recomputed, divided by the
+            number of blocks.
         gradient_bytes: bytes of the gradients of a device's part of the parameters, before they are divided.
         zero: what the devices with the same parameters divide, 0 to 3.
     """
@@ -93,6 +95,7 @@ class LayerWork:
     recomputed_bytes: Number
     buffer_bytes: Number
     overlaps: bool = False
+    held_bytes: Number = 0.0
     gradient_bytes: Number = 0.0
     zero: int = 0
 
@@ -144,6 +147,7 @@ def layer_work(
         update_work=elementwise(own * workload.update_bytes_per_parameter / shares.num_updating),
         parameter_bytes=shares.parameter_bytes,
         state_bytes=shares.state_bytes,
+        held_bytes=shares.held_bytes,
         gradient_bytes=own * workload.gradient_itemsize,
         zero=shares.zero,
     )
@@ -158,6 +162,7 @@ class _Shares:
         gradient: steps per training step.
         parameter_bytes: bytes of the parameters between the passes.
         state_bytes: bytes of parameters, gradients and optimizer states.
+        held_bytes: as in :class:`LayerWork`.
         buffer_bytes: bytes that exist only while the layer runs.
         num_updating: number of devices that divide the update.
         zero: what they divide, 0 to 3.
@@ -171,6 +176,7 @@ class _Shares:
     buffer_bytes: Number
     num_updating: Number
     zero: int = 0
+    held_bytes: Number = 0.0
 
 
 def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomputed: bool, is_in_block: bool) -> _Shares:
@@ -209,16 +215,15 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
         *gather_steps(axes, whole),
     )
     resident = divided / ranks + whole
+    # The gathered weights of all layers of one block, divided by the number of blocks.
+    held = divided / place.repetitions if is_in_block else 0.0 * divided
     return _Shares(
         forward=_moving(gather),
         backward=(*_moving(gather if is_gathered_again else ()), *_moving(scatter)),
         gradient=_moving(once),
         parameter_bytes=resident,
-        state_bytes=resident
-        + gradients / ranks
-        + states / p0
-        # The gathered weights of all layers of one block, divided by the number of blocks.
-        + (divided / place.repetitions if is_in_block else 0.0),
+        state_bytes=resident + gradients / ranks + states / p0 + held,
+        held_bytes=held,
         buffer_bytes=gradients + divided,
         num_updating=p0,
         zero=zero,

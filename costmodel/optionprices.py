@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class OptionPrices:
         gradient: seconds per training step of the gradients' all-reduce, shape (options,).
         update: seconds per training step of the optimizer step, shape (options,).
         state_bytes: bytes of parameters, gradients and optimizer states, shape (options,).
+        held_bytes: the part of ``state_bytes`` that is gathered weights of one recomputed block, shape (options,).
         kept_bytes: kept bytes per sample, shape (options,).
         recomputed_bytes: bytes per sample that exist while a block is recomputed, shape (options,).
         buffer_fixed, buffer_slope: buffer bytes, shape (different layers, options).  Each layer has a row, since the maximum of
@@ -41,6 +42,7 @@ class OptionPrices:
     gradient: np.ndarray
     update: np.ndarray
     state_bytes: np.ndarray
+    held_bytes: np.ndarray
     kept_bytes: np.ndarray
     recomputed_bytes: np.ndarray
     buffer_fixed: np.ndarray
@@ -53,6 +55,7 @@ class OptionPrices:
             self.gradient * count,
             self.update * count,
             self.state_bytes * count,
+            self.held_bytes * count,
             self.kept_bytes * count,
             self.recomputed_bytes * count,
             self.buffer_fixed,
@@ -66,10 +69,21 @@ class OptionPrices:
             self.gradient + other.gradient,
             self.update + other.update,
             self.state_bytes + other.state_bytes,
+            self.held_bytes + other.held_bytes,
             self.kept_bytes + other.kept_bytes,
             self.recomputed_bytes + other.recomputed_bytes,
             np.concatenate((self.buffer_fixed, other.buffer_fixed)),
             np.concatenate((self.buffer_slope, other.buffer_slope)),
+        )
+
+    def of_one_block(self, num_blocks: int) -> OptionPrices:
+        """The prices of a layer whose activations and gathered weights exist for one of ``num_blocks`` blocks at a time."""
+        held_bytes = self.held_bytes / num_blocks
+        return replace(
+            self,
+            state_bytes=self.state_bytes - self.held_bytes + held_bytes,
+            held_bytes=held_bytes,
+            recomputed_bytes=self.recomputed_bytes / num_blocks,
         )
 
     def cost(self, num_micro_batches: int, batch: int, objective: Objective, exposure: Exposure) -> np.ndarray:
@@ -114,7 +128,7 @@ def price_layer(
         place: the place of the layer in its graph.
     """
     precision = workload.precision
-    columns = np.zeros((15, len(strategies)))
+    columns = np.zeros((16, len(strategies)))
     for group in group_strategies(strategies):
         work = layer_work(layer, group, workload, VARIABLE, place)
         times = (
@@ -131,11 +145,13 @@ def price_layer(
         columns[11, group.indices], columns[12, group.indices] = parts_of(work.buffer_bytes)
         columns[13, group.indices] = cluster.local_time(work.update_work, precision)
         columns[14, group.indices] = parts_of(work.recomputed_bytes)[1]
+        columns[15, group.indices] = work.held_bytes
     return OptionPrices(
         times=columns[:8],
         gradient=columns[8],
         update=columns[13],
         state_bytes=columns[9],
+        held_bytes=columns[15],
         kept_bytes=columns[10],
         recomputed_bytes=columns[14],
         buffer_fixed=columns[11:12],

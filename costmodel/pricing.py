@@ -233,7 +233,7 @@ class PriceBook:
 
     def _price_layer(self, layer: Layer, variable: Variable) -> OptionPrices:
         place = self.graph.place(layer.name, self.workload.recompute)
-        # The place says what ``blocks:K`` recomputes.  The number of repetitions only divides the activations of one block.
+        # The place says what ``blocks:K`` recomputes.  The number of repetitions only divides the bytes of one block.
         alone = replace(place, repetitions=min(place.repetitions, 1))
         workload = replace(self.workload, batch=1, micro_batch=1, recompute=word_of(self.workload.recompute))
         key = (layer.signature(), alone, layer.name in variable.swapped, variable.options, workload)
@@ -241,9 +241,7 @@ class PriceBook:
             strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
             self._layer_prices[key] = price_layer(layer, strategies, self.cluster, self.workload, alone)
         prices = self._layer_prices[key]
-        if place.repetitions < 2:
-            return prices
-        return replace(prices, recomputed_bytes=prices.recomputed_bytes / place.repetitions)
+        return prices if place.repetitions < 2 else prices.of_one_block(place.repetitions)
 
     def space_size(self, micro_batch: int) -> int:
         """The number of assignments of strategies that divide a micro-batch, with those of Summa if the book has them."""

@@ -20,7 +20,7 @@ from autoddl.costmodel.overlap import OVERLAPS
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import OBJECTIVES, Problem
 from autoddl.costmodel.recomputation import RECOMPUTATIONS
-from autoddl.costmodel.strategy import Strategy, data_parallel
+from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, data_parallel
 from autoddl.costmodel.workload import ACTIVATIONS, ATTENTIONS, GRADIENTS, Workload
 from autoddl.zoo import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
 from autoddl.zoo.layers import BLOCK_INPUT, GraphBuilder, add, linear
@@ -101,7 +101,8 @@ def test_tables_are_the_assessment(model, cluster):
         precision, untied = rng.choice(list(cluster.device.peak_flops)), rng.random() < 0.5
         more = {name: rng.choice(words) for name, words in MORE_WORDS.items()}
         workload = Workload(1, 1, precision, rng.choice(["sgd", "adam"]), recompute, **more)
-        book = PriceBook(MODELS[model], cluster, workload, untied, summa=rng.random() < 0.5)
+        choices = rng.choice((PLAIN, Choices((0, 1, 2, 3), regathers=True)))
+        book = PriceBook(MODELS[model], cluster, workload, untied, summa=rng.random() < 0.5, choices=choices)
         batch = 12 * cluster.num_devices
         for micro_batch in (batch, batch // 2, batch // 3, cluster.num_devices):
             problem = book.problem(batch, micro_batch, rng.choice(OBJECTIVES))
