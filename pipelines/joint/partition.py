@@ -109,16 +109,13 @@ class Chain:
     def signatures(self) -> tuple[Hashable, ...]:
         """Per unit, the properties that determine its costs: units of equal signatures cost the same."""
         position = {layer.name: i for i, layer in enumerate(self.graph.layers)}
-        owners = {owner for owner, _ in self._ties}
         signatures = []
         for unit, start in enumerate(self.starts[:-1]):
             rows = []
             for layer in self.layers(unit, unit + 1):
                 inputs = tuple(max(-1, position[name] - start) for name in self.graph.inputs(layer.name))
                 is_recomputed = self.graph.place(layer.name, "none").is_recomputed
-                is_inner = any((p.tied_to, layer.name) in self._inner_ties for p in layer.parameters)
-                shares = (layer.name in owners, is_inner)
-                rows.append((layer.signature(), layer.block, layer.role, inputs, is_recomputed, shares))
+                rows.append((layer.signature(), layer.block, layer.role, inputs, is_recomputed))
             signatures.append(tuple(rows))
         return tuple(signatures)
 
@@ -168,18 +165,14 @@ class Chain:
         return tuple((min(pair), max(pair)) for pair in pairs)
 
     @cached_property
-    def _inner_ties(self) -> set[tuple[str, str]]:
-        """The ties of two units that may be in one stage of a pipeline: not of the first and the last one."""
-        ends = zip(self._ties, self.ends_of_ties())
-        return {tie for tie, (a, b) in ends if a != b and (a, b) != (0, self.num_units - 1)}
-
-    @cached_property
     def without_inner_ties(self) -> Chain:
-        """The chain without the weights that two units of one stage may share: the layers that own them keep them to themselves.
+        """The chain without the weights that two units of a stage may share: the layers that own them keep them to themselves.
 
-        So a layer costs at most what it costs in a stage of a pipeline, with the other layer or without it.
+        So a layer costs at most what it costs in a stage of a pipeline, with the other layer or without it.  No such stage has both
+        the first and the last unit.
         """
-        inner = self._inner_ties
+        ends = zip(self._ties, self.ends_of_ties())
+        inner = {tie for tie, (a, b) in ends if a != b and (a, b) != (0, self.num_units - 1)}
         if not inner:
             return self
         layers = tuple(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -147,11 +146,6 @@ class StageTables:
         self._all_reduce_s: dict[object, np.ndarray] = {}
         self._members: dict[int, tuple[Baseline, ...]] = {}
 
-    @cached_property
-    def _seed(self) -> PriceBook:
-        """The price book whose prices all other books share."""
-        return self._make_book(self.graph(0, 1), "none", None, self.pricing.choices)
-
     def _make_book(
         self, stage: StageGraph, recompute: str, share_with: PriceBook | None, choices: Choices
     ) -> PriceBook:
@@ -206,7 +200,9 @@ class StageTables:
             choices = replace(choices, shardings=tuple(zero for zero in choices.shardings if zero < 2))
         key = (self.chain.shape(first, stop), recomputed_inside(recompute), choices)
         if key not in self._books:
-            self._books[key] = self._make_book(self.graph(first, stop), recompute, self._seed, choices)
+            # All books share the prices of the first one.
+            shared = next(iter(self._books.values()), None)
+            self._books[key] = self._make_book(self.graph(first, stop), recompute, shared, choices)
         return self._books[key]
 
     def table(

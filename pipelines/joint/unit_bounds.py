@@ -8,6 +8,9 @@ sum to a lower bound on the unit's part of any stage, and the units of a stage s
 The options of all layers of all kinds of units are columns of one array, so that a few numpy operations minimise over all of them.
 For each micro-batch size only options are kept that no other option of the same layer dominates (is at most as large in every
 component).
+
+A layer without a strategy on the rectangle has one option, which is much dearer than all others (:data:`_PENALTY`): its unit runs
+on another worker, whose rectangle may be different.  A stage with such a unit has no rows, so that any bound on it is valid.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ __all__ = ["ROUNDING", "UnitBounds"]
 
 #: Factor that lowers a bound by more than a sum of floats changes with the order of its terms.
 ROUNDING = 1 - 1e-9
+#: Factor by which a layer without a strategy is dearer than the dearest option of any layer.
+_PENALTY = 1000.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +63,7 @@ class _Options:
         return len(self.first_of_layer)
 
     def for_micro_batch(self, micro_batch: int, part: int) -> _MicroBatchOptions | None:
-        """Return the undominated options that divide ``part`` samples of a micro-batch; None if some layer has no such option."""
+        """Return the undominated options that divide ``part`` samples of a micro-batch; None if all units lack them for a layer."""
         vectors = np.maximum(self.fixed + micro_batch * self.slope, 0.0)
         layer = np.repeat(np.arange(self.num_layers), np.diff(np.append(self.first_of_layer, vectors.shape[1])))
         if part == micro_batch:
@@ -68,9 +73,15 @@ class _Options:
         usable = np.flatnonzero(fits & np.isfinite(vectors).all(axis=0))
         selected = usable[undominated(layer[usable], vectors[:, usable].T)]
         sizes = np.bincount(layer[selected], minlength=self.num_layers)
-        if not sizes.all():
+        if not np.minimum.reduceat(sizes, self.first_of_kind).any():
             return None
-        return _MicroBatchOptions(vectors[:, selected], sizes, self.first_of_kind)
+        left = vectors[:, selected]
+        if not sizes.all():
+            without = np.flatnonzero(sizes == 0)
+            penalties = np.repeat(_PENALTY * left.max(axis=1, keepdims=True), len(without), axis=1)
+            order = np.argsort(np.concatenate([layer[selected], without]), kind="stable")
+            left, sizes = np.hstack([left, penalties])[:, order], np.maximum(sizes, 1)
+        return _MicroBatchOptions(left, sizes, self.first_of_kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,24 +123,27 @@ class UnitBounds:
         self._micro_batch_options: dict[tuple[str, Replicas, int, int], _MicroBatchOptions | None] = {}
 
     def _options_of(self, recompute: str, replicas: Replicas) -> _Options | None:
-        """Return the options for any micro-batch size; None if some layer has no strategy on so many devices."""
+        """Return the options for any micro-batch size; None if every unit has a layer without a strategy on so many devices."""
         key = (recompute, replicas)
         if key not in self._options:
-            try:
-                self._options[key] = self._collect_options(recompute, replicas)
-            except UserError:
-                self._options[key] = None
+            self._options[key] = self._collect_options(recompute, replicas)
         return self._options[key]
 
-    def _collect_options(self, recompute: str, replicas: Replicas) -> _Options:
+    def _collect_options(self, recompute: str, replicas: Replicas) -> _Options | None:
         fixed: list[np.ndarray] = []
         slope: list[np.ndarray] = []
         slices: list[np.ndarray] = []  # p0, ranks that share a sample, positions
         first_of_kind: list[int] = []
         for unit in self._first_units:
-            book = self.tables.book(unit, unit + 1, recompute, replicas.runs_whole_passes)
-            stage = self.tables.graph(unit, unit + 1)
             first_of_kind.append(len(fixed))
+            try:
+                book = self.tables.book(unit, unit + 1, recompute, replicas.runs_whole_passes)
+            except UserError:
+                fixed.append(np.zeros((len(COMPONENTS), 0)))
+                slope.append(np.zeros((len(COMPONENTS), 0)))
+                slices.append(np.zeros((3, 0), dtype=np.int64))
+                continue
+            stage = self.tables.graph(unit, unit + 1)
             # A stage recomputes one of its blocks at a time, so that the units of a stage add up neither their activations nor
             # the gathered weights that a recomputed block holds (ZeRO 3).
             objective = self.tables.pricing.objective
@@ -148,6 +162,8 @@ class UnitBounds:
                 slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept, none]))
                 of_set = each.option_set
                 slices.append(np.stack([of_set.p0, of_set.ranks_per_sample, np.full(len(of_set.p0), of_set.positions)]))
+        if not any(one.shape[1] for one in slices):
+            return None
         # Drop options that another option of the layer with as many slices dominates in both parts: it does so for every
         # micro-batch size.  Options with negative or infinite coefficients are not compared.
         layer, num_slices = np.repeat(np.arange(len(slices)), [one.shape[1] for one in slices]), np.hstack(slices)
@@ -182,7 +198,7 @@ class UnitBounds:
             weights: Shape (weights, components).
 
         Returns:
-            Shape (weights, units); None if some layer has no strategy that divides ``part`` samples.
+            Shape (weights, units); None if every unit has a layer without a strategy that divides ``part`` samples.
         """
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
@@ -197,7 +213,7 @@ class UnitBounds:
         """Return a vector of each unit that has the least weighted sum, for each weight; arguments as :meth:`least`.
 
         Returns:
-            Shape (weights, units, components); None if some layer has no strategy that divides ``part`` samples.
+            Shape (weights, units, components); None if every unit has a layer without a strategy that divides ``part`` samples.
         """
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:

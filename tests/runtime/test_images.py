@@ -14,7 +14,7 @@ from autoddl.pipelines.joint.partition import chain_of
 from autoddl.planfile import unpipelined_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.staging import stage_plans
-from autoddl.verification import verify
+from autoddl.verification import Limits, VerifyOptions, verify
 from autoddl.zoo.builtin import BuiltIn, ResNetSizes, VGGSizes
 from autoddl.zoo.residual import resnet
 
@@ -124,12 +124,14 @@ def test_exported_files(counted_ranks, tmp_path, name):
 
 @pytest.mark.ranks
 def test_a_plan_of_a_resnet_is_verified(counted_ranks):
-    """Slow: all sections are counted."""
+    """Slow: all sections are counted. Images and channels are scaled down."""
     planned = make_plan(resnet(18), load_cluster("piz-daint").resized(4, 1), Options(batch=4))
     plan = unpipelined_plan(planned.graph, planned.cluster, planned.workload, planned.strategies)
     assert any(strategy.p1 * strategy.p2 > 1 for name, strategy in plan.strategies.items() if plan.graph[name].is_image)
-    verification = verify(plan, 4, pool=counted_ranks(4))
-    assert verification.is_right, verification
+    limits = Limits(memory_bytes=4e9, flops=4e10)
+    verification = verify(plan, 4, options=VerifyOptions(limits=limits), pool=counted_ranks(4))
+    assert verification.is_right, verification.faults
+    assert any(change.what == "image" for change in verification.changes)
     assert any("float64" in note for note in verification.notes)
 
 

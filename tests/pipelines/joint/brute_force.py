@@ -4,7 +4,8 @@ All of these are enumerated here, and nowhere pruned by a bound of the search:
 
 - the divisions of the devices in bands of nodes and strips of bands, one rectangle for each worker;
 - the synchronous schedules, the micro-batches that divide the batch, the cuts of the chain of units;
-- per stage the recomputation, every strategy of every layer and every layout in which its input can arrive.
+- per stage the recomputation, every strategy of every layer with all of its choices (:mod:`.brute_force_choices`), and every
+  layout in which its input can arrive.
 
 In common with the search are the prices of one layer, of one redistribution and of one message (:mod:`autoddl.costmodel`), and the
 generators of schedules.  Sums of prices, all-reduces over replicas, crossings, memory and the times of tasks are written down anew
@@ -219,7 +220,7 @@ class BruteForce:
         for rectangles, family, size in self.settings():
             if family is None:
                 ways = self.stages.ways(
-                    0, self.num_units, Home(rectangles[0].shape, size), self.job.batch // size, True
+                    0, self.num_units, self._home(rectangles[0].shape, size), self.job.batch // size, True
                 )
                 rows = np.zeros((0, 11)) if ways is None else ways.rows
                 least = min(least, rows[:, FIXED:].sum(axis=1).min(initial=math.inf))
@@ -249,7 +250,7 @@ class BruteForce:
 
     def _alone(self, rectangles: tuple[Rectangle, ...], size: int, limit: float, best: Found | None) -> Found | None:
         """Nothing overlaps: step = N (forward + backward) + all-reduce + optimizer step."""
-        home, count = Home(rectangles[0].shape, size), self.job.batch // size
+        home, count = self._home(rectangles[0].shape, size), self.job.batch // size
         ways = self.stages.ways(0, self.num_units, home, count, limit < math.inf)
         if ways is None:
             return best
@@ -300,7 +301,7 @@ class BruteForce:
         for stage in range(num_stages):
             workers = [of_pipeline[stage] for of_pipeline in placement]
             level = int(len({rectangles[worker].first_node for worker in workers}) == 1)
-            homes.append(Home(rectangles[workers[0]].shape, size, family.halves, len(workers), level))
+            homes.append(self._home(rectangles[workers[0]].shape, size, family, len(workers), level))
             most.append(max(program.most_in_flight[worker][p, stage] for p, worker in enumerate(workers)))
             running.append(
                 max(moment[p, stage][1] for p, worker in enumerate(workers) for moment in program.moments[worker])
@@ -317,6 +318,17 @@ class BruteForce:
             sizes = [len(one.rows) for one in ways]
             assert math.prod(sizes) <= MAX_CHOICES, f"{sizes} ways are too many for brute force"
             yield Batch(bounds, tuple(homes), ways, np.unravel_index(np.arange(math.prod(sizes)), sizes))
+
+    def _home(
+        self, shape: tuple[int, int], size: int, family: Family | None = None, replicas: int = 1, level: int = 1
+    ) -> Home:
+        """Gradients are divided in every pass back (zero 2 and 3) only where each micro-batch has a single one."""
+        most_zero = 3 if self.job.zero == "auto" else 0
+        if family is None:
+            return Home(shape, size, most_zero=most_zero)
+        if family.halves or family.splits_backwards:
+            most_zero = min(most_zero, 1)
+        return Home(shape, size, family.halves, replicas, level, most_zero)
 
     def _that_fit(
         self, first: int, stop: int, home: Home, flying: float, running: float, is_lone: bool, limit: float | None

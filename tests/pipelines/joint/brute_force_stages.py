@@ -1,7 +1,8 @@
 """All ways to run a stage of a pipeline, for the brute force of :mod:`.brute_force`: every strategy of every layer.
 
-Prices of one layer and of one redistribution come from :mod:`autoddl.costmodel`; their sums, the layers that share a choice, the
-layers that are recomputed, recomputation of blocks, the all-reduces over replicas and the memory are written down anew.
+Prices of the body of one layer and of one redistribution come from :mod:`autoddl.costmodel`; their sums, the layers that share a
+choice, the layers that are recomputed, recomputation of blocks, the all-reduces over replicas and the memory are written down anew,
+and what layers may choose and how their parameters are divided in :mod:`.brute_force_choices`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph, Place
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.strategy import Strategy, transposed
 from autoddl.costmodel.workload import Workload
+
+from .brute_force_choices import (
+    Shares,
+    divides,
+    most_divided,
+    plain,
+    scattered,
+    shares_of,
+    strategies_of,
+    updated_bytes,
+)
 
 __all__ = ["ENTRY", "MODES", "Home", "Job", "Layout", "Stages", "Ways", "unit_starts"]
 
@@ -35,8 +47,9 @@ ROUNDING = 1e-12
 #: More choices than this are filtered before others are combined with them.
 MANY = 60
 #: Columns of what layers cost: seconds per micro-batch and per step, then bytes; all add up but for the last one, a maximum.
-#: ``SHARED`` are gradients that a layer of another stage has, too; ``BLOCK`` are the activations of the first block.
-FORWARD, BACKWARD, ALL_REDUCE, UPDATE, SHARED, STATE, KEPT, BLOCK, BUFFER = range(9)
+#: ``SHARED`` are gradients that a layer of another stage has, too; ``BLOCK`` are the activations of the first block, and ``HELD``
+#: its weights that are gathered.
+FORWARD, BACKWARD, ALL_REDUCE, UPDATE, SHARED, STATE, KEPT, BLOCK, HELD, BUFFER = range(10)
 #: Columns of a way to run a stage: ``W_AGAIN`` are seconds of the forward pass that is run again; ``FIXED``, ``FLYING``,
 #: ``RUNNING``, ``REPEATED`` and ``PASSING`` are bytes in any case, for every micro-batch in flight, for every micro-batch of which
 #: the whole stage is run again, while a block is run again, and while a layer runs.
@@ -53,12 +66,14 @@ class Job:
     cluster: Cluster
     batch: int
     micro_batch: int | None = None
-    recompute: bool | None = None
+    recompute: bool | str | None = None
     untied: bool = False
     summa: bool = False
     precision: str = "mixed"
     attention: str = "fused"
     overlap: str = "none"
+    zero: int | str = 0
+    activations: str = "kept"
 
     @property
     def micro_batches(self) -> list[int]:
@@ -68,6 +83,8 @@ class Job:
 
     @property
     def recomputations(self) -> tuple[str, ...]:
+        if isinstance(self.recompute, str):
+            return (self.recompute,)
         if self.recompute is False:
             return ("none",)
         found = [] if self.recompute else ["none"]
@@ -81,6 +98,11 @@ class Job:
     @property
     def has_blocks(self) -> bool:
         return any(layer.block for layer in self.graph.layers)
+
+    @property
+    def reads_order(self) -> bool:
+        """Whether layers need the positions of samples in their order, which ranks that share causal attention change."""
+        return any(layer.kind == "experts" for layer in self.graph.layers)
 
     def is_run_again(self, layer: Layer) -> bool:
         """Whether a layer is recomputed: inside of blocks, or without blocks before the end of the model."""
@@ -133,6 +155,7 @@ class Home:
         halves: whether samples are gone back through by halves, too.
         replicas: workers that hold a stage.
         level: of the link between these (1: they are in the same nodes).
+        most_zero: the highest stage of ZeRO; passes back that are halved or in two parts divide no gradients, which is 1.
     """
 
     shape: tuple[int, int]
@@ -140,6 +163,7 @@ class Home:
     halves: bool = False
     replicas: int = 1
     level: int = 1
+    most_zero: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,18 +215,6 @@ class Ways:
         return Ways(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def divides(layer: Layer, strategy: Strategy, samples: int) -> bool:
-    """Whether the ranks of p0 have whole samples, or as many of them share each sample as divide its positions."""
-    if samples % strategy.p0 == 0 and not strategy.positions:
-        return True
-    sharing, rest = divmod(strategy.p0, samples)
-    if rest or layer.kind in ("conv2d", "opaque"):
-        return False
-    if layer.kind == "attention":
-        return sharing > 1 and math.prod(strategy.positions) == sharing
-    return len(layer.output_shape) == 2 and layer.output_shape[0] % sharing == 0
-
-
 class Stages:
     """Ways to run every stage of a job.
 
@@ -241,39 +253,60 @@ class Stages:
         layer, devices = self.layer(name, is_copy), self.devices(home.shape)
         workload, is_again = self.workload(home.micro_batch, mode), self.job.is_run_again(self.job.graph[name])
         place = Place(is_first=name not in self.fed, is_recomputed=is_again)
-        work = layer_work(layer, strategy, workload, home.micro_batch, place)
-        gradients = work.state_bytes * workload.itemsize / workload.bytes_per_parameter
-        if home.replicas == 1 or not gradients:
-            all_reduce = sum(map(devices.time, work.gradient))
-        else:
-            # Scattered inside the worker, all-reduced between workers, gathered inside.
-            all_reduce, part = 0.0, gradients
-            for axis in reversed(() if strategy.summa else strategy.axes(0, layer.kind == "embedding")):
-                for collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
-                    all_reduce += devices.time(Step(collective, axis, part))
-                part /= axis.size
-            link = self.job.cluster.links[home.level]
-            all_reduce += link.time(Step(Collective.ALL_REDUCE, Axis(home.replicas, 1), part))
+        work = layer_work(layer, plain(strategy), workload, home.micro_batch, place)
+        is_in_block, is_again = mode == "blocks" and is_again, mode in ("layers", "blocks") and is_again
+        shares = shares_of(layer, strategy, workload, layer.kind == "linear" or is_again, is_in_block)
         forward = devices.local_time(work.forward_work, workload.precision) + sum(map(devices.time, work.forward))
         backward = devices.local_time(work.backward_work, workload.precision) + sum(map(devices.time, work.backward))
-        # Adam in mixed precision reads a gradient, reads and writes master and two states, writes the parameter.
-        update = 0.0
-        if gradients:
-            parameters = gradients / workload.itemsize
-            nbytes = parameters * ((2 + 3 * 2 * 4 + 2) if workload.precision == "mixed" else (4 + 3 * 2 * 4))
-            update = devices.device.launch_s + nbytes / devices.device.memory_bandwidth
-        kept, block = work.kept_bytes, 0.0
-        if mode == "blocks" and is_again:
+        kept, block, parts = work.kept_bytes, 0.0, home.shape[0] * home.shape[1]
+        inputs = home.micro_batch * layer.input_elements * workload.itemsize / parts
+        if is_in_block:
             backward += forward
-            block, kept = kept, 0.0
-            if self.begins_block(name):
-                parts = home.shape[0] * home.shape[1]
-                kept = home.micro_batch * layer.input_elements * workload.itemsize / parts
-        shared = gradients if name in self.tie else 0.0
+            block, kept = kept, inputs if self.begins_block(name) else 0.0
+        elif strategy.regathers and not is_again and not place.is_first:
+            # Of the gathered input the own part is kept, and the whole is gathered once more.
+            whole = inputs * strategy.p1
+            kept -= whole - inputs
+            backward += sum(map(devices.time, scattered(strategy.axes(1), whole)))
+        update = 0.0
+        if shares.updated:
+            nbytes = shares.updated * updated_bytes(workload)
+            update = devices.device.launch_s + nbytes / devices.device.memory_bandwidth
         return np.array(
-            [forward, backward, all_reduce, update, shared, work.state_bytes, kept, block, work.buffer_bytes],
+            [
+                forward + sum(map(devices.time, shares.forward)),
+                backward + sum(map(devices.time, shares.backward)),
+                self._once(layer, strategy, shares, home),
+                update,
+                shares.gradient_bytes if name in self.tie else 0.0,
+                shares.state_bytes,
+                kept,
+                block,
+                shares.held_bytes,
+                work.buffer_bytes + shares.running_bytes,
+            ],
             dtype=float,
         )
+
+    def _once(self, layer: Layer, strategy: Strategy, shares: Shares, home: Home) -> float:
+        """Seconds of the steps after the last micro-batch: in a worker, and between those that hold the layer."""
+        devices, nbytes = self.devices(home.shape), shares.gradient_bytes
+        if not nbytes:
+            return 0.0
+        between = 0.0
+        if home.replicas > 1:
+            part = nbytes / shares.slices
+            between = self.job.cluster.links[home.level].time(Step(Collective.ALL_REDUCE, Axis(home.replicas, 1), part))
+        if strategy.zero:
+            return between + sum(map(devices.time, shares.once))
+        # Scattered inside the worker, all-reduced between workers or along the outermost axis, gathered inside.
+        axes = () if strategy.summa else strategy.copy_axes(layer.kind == "embedding")
+        steps = list(scattered(axes, nbytes))
+        if steps and home.replicas == 1:
+            outermost = steps.pop()
+            between = devices.time(replace(outermost, collective=Collective.ALL_REDUCE))
+        back = [replace(step, collective=Collective.ALL_GATHER) for step in steps]
+        return between + sum(map(devices.time, (*steps, *back)))
 
     def begins_block(self, name: str) -> bool:
         """Whether a layer is the first one of a repetition of a block."""
@@ -330,40 +363,54 @@ class Stages:
             owner[layer.name] = key
             groups.setdefault(key, []).append(layer)
         first_block = min((layer.block_index for layer in self.members(first, stop) if layer.block), default=0)
-        found = [self._variable(layers, home, mode, first_block) for layers in groups.values()]
+        found = [self._variable(layers, home, mode, first_block, names) for layers in groups.values()]
         if first:
             made = self.entering(first).output_shape
             offered = self._offered(Layer(ENTRY, "add", input_shape=made, output_shape=made), home)
-            found.insert(0, Variable.of([{ENTRY: one} for one in offered], np.zeros((len(offered), 9))))
+            found.insert(0, Variable.of([{ENTRY: one} for one in offered], np.zeros((len(offered), 10))))
         return tuple(found)
 
-    def _offered(self, layer: Layer, home: Home) -> list[Strategy]:
+    def _offered(self, layer: Layer, home: Home, most_zero: int = 0, regathers: bool = False) -> list[Strategy]:
         """The strategies that divide the shape of a layer and the samples, or halves of them."""
         samples, odd = divmod(home.micro_batch, 2) if home.halves else (home.micro_batch, 0)
-        every = enumerate_strategies(layer, self.devices(home.shape).level_sizes, self.job.summa)
+        sizes = self.devices(home.shape).level_sizes
+        every = strategies_of(layer, sizes, most_zero, regathers, self.job.summa)
         if home.halves:
             return (
                 [] if odd else [strategy for strategy in every if samples % strategy.p0 == 0 and not strategy.positions]
             )
-        return [strategy for strategy in every if divides(layer, strategy, samples)]
+        is_ordered = self.job.reads_order and layer.attributes.get("causal")
+        return [one for one in every if divides(layer, one, samples) and not (is_ordered and one.positions)]
 
-    def _variable(self, layers: Sequence[Layer], home: Home, mode: str, first_block: int) -> Variable:
+    def _most_zero(self, layer: Layer, home: Home, names: set[str]) -> int:
+        """The highest stage of ZeRO of a layer in a stage of these layers."""
+        most = min(most_divided(layer), home.most_zero)
+        if layer.name in self.tie:  # shared inside of the stage, or with another one
+            most = min(most, int(names.issuperset(self.tie)))
+        return most
+
+    def _variable(self, layers: Sequence[Layer], home: Home, mode: str, first_block: int, names: set[str]) -> Variable:
         turned = [(layer.kind == "embedding") != (layers[0].kind == "embedding") for layer in layers]
         offered = [set(self._offered(layer, home)) for layer in layers]
+        # The first of the layers that share a weight has it, and decides how it is divided.
+        is_alone = len({layer.signature() for layer in layers}) == 1
+        regathers = is_alone and self.job.activations == "auto"
         options = []
-        for strategy in self._offered(layers[0], home):
+        for strategy in self._offered(layers[0], home, self._most_zero(layers[0], home, names), regathers):
             own = [transposed(strategy) if turn else strategy for turn in turned]
-            if all(one in every for one, every in zip(own, offered)):
+            if all(plain(one) in every for one, every in zip(own, offered)):
                 options.append(dict(zip((layer.name for layer in layers), own)))
-        costs = np.zeros((len(options), 9))
+        costs = np.zeros((len(options), 10))
         for row, option in zip(costs, options):
             for layer, strategy in zip(layers, option.values()):
                 is_copy = layer.parameters != self.job.graph[layer.name].parameters
                 work = self._work(layer.name, is_copy, strategy, home, self._mode_of(layer, mode, first_block))
                 if layer.block_index != first_block:  # blocks are alike, and run again one by one
-                    work = np.where(np.arange(9) == BLOCK, 0.0, work)
+                    work = np.where(np.isin(np.arange(10), (BLOCK, HELD)), 0.0, work)
                 row[:] = (*(row + work)[:BUFFER], max(row[BUFFER], work[BUFFER]))
-        return Variable.of(options, costs)
+        found = Variable.of(options, costs)
+        kept = self._enough(costs, [found.layout]) if options else []
+        return Variable.of([options[number] for number in kept], costs[kept])
 
     @staticmethod
     def _mode_of(layer: Layer, mode: str, first_block: int) -> str:
@@ -382,7 +429,7 @@ class Stages:
         """
         ends = stop == len(self.starts) - 1
         modes = [mode for mode in self.job.recomputations if not (ends and mode == "stage")]
-        if "blocks" in modes:
+        if "blocks" in modes and len(modes) > 1:  # the first of them alone
             blocks = {layer.block_index for layer in self.members(first, stop) if layer.block}
             modes += [f"blocks:{number}" for number in range(1, len(blocks))]
         known: dict[str, Ways | None] = {}
@@ -402,6 +449,7 @@ class Stages:
         costs, rows = ways.rows, np.zeros((len(ways.rows), 11))
         same = [W_FORWARD, W_BACKWARD, W_ALL_REDUCE, W_UPDATE, W_SHARED, FIXED, FLYING, REPEATED, PASSING]
         rows[:, same] = costs[:, [FORWARD, BACKWARD, ALL_REDUCE, UPDATE, SHARED, STATE, KEPT, BLOCK, BUFFER]]
+        rows[:, FIXED] += costs[:, HELD]
         if self.job.overlap != "none":
             # Eight buckets, each of which is there when an eighth of the backward pass is over; no weight is shared.
             assert not self.tie
@@ -452,7 +500,7 @@ class Stages:
         for end in (0, exit_) if first else (exit_,):
             last_use[end] = len(variables)
 
-        costs, choices = np.zeros((1, 9)), np.zeros((1, 0), dtype=np.int64)
+        costs, choices = np.zeros((1, 10)), np.zeros((1, 0), dtype=np.int64)
         for v, variable in enumerate(variables):
             before = np.repeat(np.arange(len(costs)), len(variable.options))
             options = np.tile(np.arange(len(variable.options)), len(costs))
@@ -482,7 +530,7 @@ class Stages:
         if not alone or self.job.overlap != "none":
             return costs if limited else costs[:, :STATE]
         seconds = alone * (costs[:, FORWARD] + costs[:, BACKWARD]) + costs[:, ALL_REDUCE] + costs[:, UPDATE]
-        bytes_ = [costs[:, STATE] + costs[:, KEPT] + costs[:, BLOCK], costs[:, BUFFER]]
+        bytes_ = [costs[:, STATE] + costs[:, KEPT] + costs[:, BLOCK] + costs[:, HELD], costs[:, BUFFER]]
         return np.column_stack([seconds, *bytes_] if limited else [seconds])
 
     def _edges(self, first: int, stop: int, of_layer: dict[str, int]) -> dict[tuple[int, int], list[tuple[str, Layer]]]:
