@@ -40,7 +40,7 @@ from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
 from .recipe_trials import recipe_trials
 from .result import Considered, JointOptions, PlanResult, Rival
-from .rivals import RIVAL_FAMILIES, describe_stop, paper_plan, plan_rivals
+from .rivals import RECIPE, RIVAL_FAMILIES, describe_stop, paper_plan, plan_rivals
 from .search import Explored, Search, improve_near
 from .space import MAX_PASSES
 from .start import Start, start_note, start_problem, started
@@ -106,7 +106,7 @@ def plan_jointly(
     explorer = job.explorer()
     if options.pipeline == "auto":
         trial = _trial(job)
-        recipe = _recipe(job, trial)
+        recipe = _recipe(job)
         if trial is not None:
             near_clock = Clock(_SHARE_NEAR_TRIAL * job.time_limit_s, job.stop)
             near = improve_near(explorer, trial, options.base.micro_batch is None, near_clock, report)
@@ -151,12 +151,12 @@ def _trial(job: PlanningJob) -> Evaluation | None:
     return best
 
 
-def _recipe(job: PlanningJob, trial: Evaluation | None) -> Evaluation | None:
-    """The best recipe, if it is faster than the best trial; None as for trials."""
+def _recipe(job: PlanningJob) -> Evaluation | None:
+    """The best recipe; None as for trials."""
     if job.options.base.objective != "step":
         return None
     clock = Clock(_SHARE_OF_RECIPES * job.time_limit_s, job.stop)
-    best = recipe_trials(job, math.inf if trial is None else trial.step_s, clock)
+    best = recipe_trials(job, math.inf, clock)
     if best is not None:
         job.report(best.step_s, job.arithmetic_s, 1)
     return best
@@ -199,7 +199,7 @@ def _as_one_stage(job: PlanningJob, planned: Planned | None) -> Evaluation | Non
 def _plan_by_search(
     job: PlanningJob,
     explorer: Explorer,
-    first_plans: tuple[Evaluation | None, ...],
+    first_plans: tuple[Evaluation | None, Evaluation | None, Evaluation | None, Evaluation | None],
     unpipelined: Planned | None,
     error: UserError | None,
     clock: Clock,
@@ -223,7 +223,7 @@ def _plan_by_search(
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
     # Phase 1: the best one of the first plans is the first incumbent.
-    trial = first_plans[0]
+    trial, _, recipe, _ = first_plans
     first = [plan for plan in (one_stage, *first_plans) if plan is not None]
     best = min(first, key=partial(_cost, job), default=None)
     if best is not None:
@@ -235,7 +235,7 @@ def _plan_by_search(
     best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT, is_good) or best
     # Phase 3: the best plan of every family.
     rivals: list[Rival] = []
-    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, trial, clock):
+    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, (trial, recipe), clock):
         rivals.append(rival)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
@@ -282,7 +282,8 @@ def _plan_by_search(
 def _with_bound_of_space(job: PlanningJob, rival: Rival, explored: Explored) -> Rival:
     """The rival with the bound of the whole space, if that is greater than its own.  A family is part of the space, so the bound
     holds for the family."""
-    is_pipeline = rival.name in {family.title for family in RIVAL_FAMILIES} and rival.infeasible is None
+    titles = {RECIPE, *(family.title for family in RIVAL_FAMILIES)}
+    is_pipeline = rival.name in titles and rival.infeasible is None
     if not is_pipeline or job.options.base.objective != "step":
         return rival
     return replace(rival, lower_bound_s=max(rival.lower_bound_s or 0.0, min(explored.lower_bound_s, rival.step_s)))

@@ -1,6 +1,7 @@
 """The best plans of the families of plans that people use, for comparison with the joint plan.
 
 - *Without a pipeline*: the best SBP plan, and data parallelism.
+- *Megatron recipe*: the best of the uniform pipelines that people publish (:mod:`.recipe_trials`), interleaved or not.
 - *Megatron + 1F1B*: equal workers; all layers of a stage follow one mesh of data and model parallelism.
 - *The schedules of the papers*, with data-parallel stages, as in the papers.  Each is planned over all numbers of workers,
   micro-batches, cuts and options (Chimera: number of pipelines, concatenation); DAPPLE also over workers with unequal numbers of
@@ -38,6 +39,7 @@ from .space import SOME_BLOCKS
 from .stage_search import MakeStages, megatron_stages, replicated_stages
 
 __all__ = [
+    "RECIPE",
     "RIVAL_FAMILIES",
     "Family",
     "describe",
@@ -47,6 +49,8 @@ __all__ = [
     "plan_rivals",
 ]
 
+#: Title of the row of the best recipe.
+RECIPE = "Megatron recipe"
 #: Share of the time limit for the searches of all families together.
 _SHARE_OF_FAMILIES = 0.1
 #: Share of the time limit for the planner of each paper.
@@ -125,7 +129,7 @@ def plan_rivals(
     one_stage: Evaluation | None,
     error: UserError | None,
     explorer: Explorer,
-    trial: Evaluation | None,
+    tried: tuple[Evaluation | None, Evaluation | None],
     clock: Clock,
 ) -> Iterator[tuple[Rival, Evaluation | None]]:
     """Plan the rivals one after the other: the plans without a pipeline, then the best plan of each family.
@@ -136,7 +140,7 @@ def plan_rivals(
         one_stage: The same plan as a pipeline of one stage.
         error: Why there is no plan without a pipeline.
         explorer: An explorer of the job, whose tables the searches of the families may share.
-        trial: The best plan of the trials by Megatron's rule (:mod:`.megatron_trials`); None if none fits.
+        tried: The best plan of the trials by Megatron's rule (:mod:`.megatron_trials`), and the best recipe; None if none fits.
         clock: The time limit of the whole search.
 
     Yields:
@@ -148,6 +152,10 @@ def plan_rivals(
         lower = min(unpipelined.lower_bound, one_stage.step_s) if job.options.base.objective == "step" else None
         yield Rival.of("pure SBP", one_stage, describe(one_stage), lower_bound_s=lower), one_stage
     yield _data_parallel(job)
+    trial, recipe = tried
+    if recipe is not None:
+        how = f"{describe(recipe)}{describe_common_strategy(recipe)}"
+        yield Rival.of(RECIPE, recipe, how, lower_bound_s=None), recipe
     offered = [family for family in RIVAL_FAMILIES if not family.stale or job.options.allow_stale]
     time_per_weight_s = _SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
     best = one_stage or trial

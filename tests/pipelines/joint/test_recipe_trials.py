@@ -12,6 +12,7 @@ from autoddl.pipelines.joint.job import job_of
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.recipe_trials import recipe_trials
 from autoddl.pipelines.joint.result import JointOptions, priced
+from autoddl.pipelines.joint.rivals import RECIPE
 from autoddl.pipelines.joint.uniform import UniformLayout
 from autoddl.pipelines.planners import Clock
 from autoddl.search.planner import Options
@@ -68,7 +69,10 @@ def test_recipes_of_mixtures_divide_experts_and_those_of_choices_divide_states()
 def test_a_joint_plan_is_never_slower_than_a_recipe():
     options = JointOptions(Options(batch=32, zero="auto", activations="auto", time_limit_s=2.0), pipeline="auto")
     recipe = recipe_trials(job(), math.inf, Clock(60.0))
-    assert plan_jointly(GPT, CLUSTER, options).evaluation.step_s <= recipe.step_s * (1 + 1e-9)
+    planned = plan_jointly(GPT, CLUSTER, options)
+    assert planned.evaluation.step_s <= recipe.step_s * (1 + 1e-9)
+    (row,) = (rival for rival in planned.rivals if rival.name == RECIPE)
+    assert row.configuration is not None and row.lower_bound_s <= row.step_s
 
 
 @pytest.mark.parametrize("recompute", [True, "blocks", None])
