@@ -40,27 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_cluster_arguments(group, optional=True)
     add_links(group)
     group = parser.add_argument_group("configuration")
-    group.add_argument("--tp", type=int, default=1, metavar="T", help="tensor parallel degree (default: %(default)s)")
-    group.add_argument("--pp", type=int, default=1, metavar="P", help="pipeline stages (default: %(default)s)")
-    group.add_argument("--dp", type=int, metavar="D", help="replicas (default: the rest of the cluster)")
-    group.add_argument(
-        "--interleave",
-        type=int,
-        default=1,
-        metavar="V",
-        help="chunks of the model on each stage (default: %(default)s)",
-    )
-    group.add_argument(
-        "--ep", type=int, default=1, metavar="E", help="parts of the experts, over replicas (default: %(default)s)"
-    )
-    group.add_argument(
-        "--schedule", choices=tuple(SCHEDULES), default="1f1b", help="schedule of the pipeline (default: %(default)s)"
-    )
-    group.add_argument(
-        "--from-megatron",
-        metavar="FILE",
-        help="take model, degrees and training options from this file of Megatron-LM's flags; dp is the rest of the devices",
-    )
+    _add_degrees(group)
     group = parser.add_argument_group("training")
     add_batch(group)
     group.add_argument(
@@ -109,6 +89,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_quiet(parser)
     defaults = {action.dest: action.default for action in parser._actions if action.dest not in _OUTPUT}
     parser.set_defaults(defaults=defaults)
+
+
+def _add_degrees(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the configuration: its degrees and its schedule."""
+    group.add_argument("--tp", type=int, default=1, metavar="T", help="tensor parallel degree (default: %(default)s)")
+    group.add_argument("--pp", type=int, default=1, metavar="P", help="pipeline stages (default: %(default)s)")
+    group.add_argument("--dp", type=int, metavar="D", help="replicas (default: the rest of the cluster)")
+    group.add_argument(
+        "--interleave",
+        type=int,
+        default=1,
+        metavar="V",
+        help="chunks of the model on each stage (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ep", type=int, default=1, metavar="E", help="parts of the experts, over replicas (default: %(default)s)"
+    )
+    group.add_argument(
+        "--schedule", choices=tuple(SCHEDULES), default="1f1b", help="schedule of the pipeline (default: %(default)s)"
+    )
+    group.add_argument(
+        "--from-megatron",
+        metavar="FILE",
+        help="take model, degrees and training options from this file of Megatron-LM's flags; dp is the rest of the devices",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

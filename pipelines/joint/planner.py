@@ -367,7 +367,7 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         simulated=1,
         stage_searches=0,
     )
-    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer(), None, clock)
+    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer(), (None, None), clock)
     return PlanResult(
         graph=job.graph,
         cluster=job.cluster,

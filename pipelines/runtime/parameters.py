@@ -90,7 +90,7 @@ class StoredParameter:
         self._placement = placement
         self._sbp = list(sbp)
         self.tensor = flow.nn.Parameter(self._empty(ranks.backend.master), requires_grad)
-        self.leaf = None if layout.zero else self.new_leaf()
+        self.leaf: Any = None if layout.zero else self.new_leaf()
 
     def _empty(self, dtype: Any) -> Tensor:
         """Return an uninitialized global tensor with the parameter's shape and layout."""
