@@ -12,7 +12,7 @@ export PYTHON
 
 help:
 	@echo "make demo       a plan for GPT-3 13B on 8 nodes of 8 A100"
-	@echo "make test       the tests (18 minutes on 2 cores); TESTS=\"tests/search -k exact\" for some of them"
+	@echo "make test       the tests (16 minutes on 2 cores); TESTS=\"tests/search -k exact\" for some of them"
 	@echo "make test-fast  the tests that start no ranks and are not slow, for the edit loop"
 	@echo "make stress     the tests on busy cores, 3 times (RUNS=3), and once on a single core"
 	@echo "make bench      the benchmarks, with their tables and pictures"
