@@ -216,7 +216,9 @@ def read_strategy(entry: Fields) -> Strategy:
     if zero > 3:
         raise UserError(f"{entry.where}: zero is {zero}, should be 0 to 3")
     sequence = entry.text("sequence") if "sequence" in entry else ""
-    words |= {name: _read_factors(entry, name, len(splits)) for name in ("experts", "positions", "key_copies")}
+    words |= {
+        name: _read_factors(entry, name, len(splits)) for name in ("experts", "positions", "columns", "key_copies")
+    }
     return Strategy(splits, zero=zero, sequence=sequence, **words)
 
 

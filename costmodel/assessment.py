@@ -214,6 +214,10 @@ def _check(
         raise UserError(f"{layer.describe()}: {strategy} does not divide a micro-batch of {workload.micro_batch}")
     if not strategy.divides(layer):
         raise UserError(f"{layer.describe()}: {strategy} does not divide its shape")
+    if strategy.columns and layer.name in graph.at_boundaries:
+        raise UserError(
+            f"{layer.describe()}: {strategy} has tiles of images, which cross to another stage as rows of pixels"
+        )
     for parameter in layer.parameters:
         if parameter.tied_to is not None:
             partner = fitting = strategies.get(parameter.tied_to)

@@ -18,6 +18,9 @@ the features, which is one all-to-all along one axis of size ``r``.  This holds 
 other: always if ``p`` is a power of one prime, and for p0 = 2, 4, 12 of 12 ranks, but not between p0 = 2 and p0 = 3 of 12 ranks,
 where ranks exchange unequal pieces (:mod:`.exchange`).  (If features were cut in rank order, the new axis would take their most
 significant digit and shift all others, so that the all-to-all would involve further axes.)
+
+Images of H x W pixels are tensors of two dimensions (pixels of all images, channels), or of three: (rows of pixels, channels,
+columns).  Of the p0 ranks of a level the innermost ``c`` may cut the columns; the others cut rows.
 """
 
 from __future__ import annotations
@@ -31,7 +34,20 @@ from math import prod
 from .errors import UserError, quote
 from .sbp import SBPState, Split, dual, parse_state
 
-__all__ = ["Axis", "Distribution", "canonical", "canonical_axes", "flat_coordinate", "prime_factors"]
+__all__ = [
+    "Axis",
+    "Distribution",
+    "RowsAndFeatures",
+    "canonical",
+    "canonical_axes",
+    "flat_coordinate",
+    "is_tiled",
+    "prime_factors",
+    "row_slices",
+]
+
+#: A canonical layout: (p0, s) for each network level, or (p0, s, c) if c of the p0 ranks cut columns of images.
+RowsAndFeatures = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -233,31 +249,43 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def canonical(levels: tuple[tuple[int, int], ...], row_dim: int = 0, feature_dim: int = 1) -> Distribution:
+def canonical(levels: RowsAndFeatures) -> Distribution:
     """The canonical layout of activations between layers (see the module's docstring).
 
     Args:
-        levels: ``(p0, s)`` for each network level, outermost first: rows over ``p0`` ranks, features over ``s``.
-        row_dim, feature_dim: the tensor dimensions that are split.
+        levels: ``(p0, s)`` for each network level, outermost first: rows, dimension 0, over ``p0`` ranks, features, dimension 1,
+            over ``s``; or ``(p0, s, c)``, with columns, dimension 2, over the innermost ``c`` of the ``p0`` ranks.
 
-    >>> str(canonical(((2, 4),)))
-    '(S0:2@4, S1:2@1, S1:2@2)'
+    >>> str(canonical(((2, 4),))), str(canonical(((4, 1, 2),)))
+    ('(S0:2@4, S1:2@1, S1:2@2)', '(S0:2, S2:2)')
     """
     cuts = canonical_axes(levels)
-    states = tuple(Split(feature_dim if of_features else row_dim) for _, of_features in cuts)
-    return Distribution(tuple(axis for axis, _ in cuts), states)
+    return Distribution(tuple(axis for axis, _ in cuts), tuple(Split(dim) for _, dim in cuts))
 
 
-def canonical_axes(levels: tuple[tuple[int, int], ...]) -> tuple[tuple[Axis, bool], ...]:
-    """The axes of `canonical` in the order in which they cut; the flag of an axis is True if it cuts features, not rows."""
-    stride = prod(p0 * s for p0, s in levels)
+def canonical_axes(levels: RowsAndFeatures) -> tuple[tuple[Axis, int], ...]:
+    """The axes of `canonical` in the order in which they cut, each with the dimension that it cuts."""
+    stride = prod(p0 * s for p0, s, *_ in levels)
     axes = []
-    for level, (p0, s) in enumerate(levels):
+    for level, (p0, s, *tiled) in enumerate(levels):
         stride //= p0 * s
-        if p0 > 1:
-            axes.append((Axis(p0, stride * s, level), False))
+        across = prod(tiled)
+        if p0 > across:
+            axes.append((Axis(p0 // across, stride * s * across, level), 0))
+        if across > 1:
+            axes.append((Axis(across, stride * s, level), 2))
         inner = stride
         for prime in reversed(prime_factors(s)):
-            axes.append((Axis(prime, inner, level), True))
+            axes.append((Axis(prime, inner, level), 1))
             inner *= prime
     return tuple(axes)
+
+
+def is_tiled(*layouts: RowsAndFeatures) -> bool:
+    """Whether columns of images are cut in one of several canonical layouts."""
+    return any(len(level) > 2 for layout in layouts for level in layout)
+
+
+def row_slices(layout: RowsAndFeatures) -> int:
+    """Number of slices of the rows and columns of a canonical layout: the product of p0 over the levels."""
+    return prod(p0 for p0, *_ in layout)

@@ -113,8 +113,22 @@ class LayerGraph:
         return any(kind_of(layer.kind).reads_order for layer in layers)
 
     def offers(self, name: str, strategy: Strategy) -> bool:
-        """Whether a layer has a strategy that divides it in this graph."""
+        """Whether a layer has a strategy that divides it in this graph.
+
+        Images enter and leave a stage as rows of pixels, not as tiles.
+        """
+        if strategy.columns and name in self.at_boundaries:
+            return False
         return not (strategy.positions and self.reads_order and self[name].attributes.get("causal"))
+
+    @cached_property
+    def at_boundaries(self) -> frozenset[str]:
+        """The layers of a stage that stand for its input, or whose output leaves it."""
+        if self.part_of is None:
+            return frozenset()
+        entering = (layer.name for layer in self.layers if layer.name not in self.part_of)
+        leaving = (source for source, target in self.part_of.edges if source in self and target not in self)
+        return frozenset((*entering, *leaving))
 
     def place(self, name: str, recompute: str) -> Place:
         """The place of a layer: what recomputation and the cost of the layer depend on besides the layer itself.

@@ -145,7 +145,7 @@ def why_not_graph(strategy: Strategy) -> str:
     'nn.Graph compiles meshes of at most 2 axes, this one has 3 (features:2, samples:2, features:2)'
     """
     if strategy.positions or strategy.key_copies:
-        return "its ranks exchange keys and values"
+        return "its ranks share samples, or keys and values"
     if strategy.summa:
         return "nn.Graph has no Summa product"
     if strategy.experts:

@@ -13,16 +13,16 @@ import numpy as np
 
 from .cluster import Cluster
 from .collectives import ADJOINT, Collective, Step
-from .distribution import Axis, canonical
+from .distribution import Axis, RowsAndFeatures, canonical, is_tiled, row_slices
 from .errors import UserError
 from .exchange import Exchange, exchange_between
 from .redistribution import Redistribution, Route, redistribute
 from .workload import Workload
 
-__all__ = ["LayoutPrices", "RowsAndFeatures", "communication_time"]
+__all__ = ["LayoutPrices", "communication_time"]
 
-#: A canonical layout: (p0, s) for each network level.
-RowsAndFeatures = tuple[tuple[int, int], ...]
+#: (seconds, seconds per byte) forward, the same backward, and the divisors of the tensor's rows, features and columns.
+_Price = tuple[float, float, float, float, int, int, int]
 
 
 def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
@@ -42,7 +42,7 @@ class LayoutPrices:
         self.cluster = cluster
         self.may_shrink = False
         self._tables: dict[object, np.ndarray] = {}
-        self._known: dict[object, tuple[float, float, float, float, int, int]] = {}
+        self._known: dict[object, _Price] = {}
         self._collectives: dict[tuple[Collective, Axis], tuple[float, float]] = {}
 
     def costs(
@@ -75,59 +75,68 @@ class LayoutPrices:
         """Seconds per micro-batch of the forward and of the backward pass, between every pair of layouts; inf without a route.
 
         Args:
-            tensor: (features of a whole sample's rows, features of a row that ranks may have alone, elements per sample). The two
-                differ for images, which are one row of all elements, or rows of a pixel's channels.
+            tensor: (features of a whole sample's rows, features of a row that ranks may have alone, pixels of a row of images,
+                elements per sample). The features differ for images, which are one row of all elements, or rows of a pixel's
+                channels.
             sources, targets: layouts whose numbers of row slices divide the micro-batch, or its positions.
 
         Returns:
             Two arrays of shape (sources, targets).
         """
-        whole_features, row_features, elements = tensor
+        whole_features, row_features, width, elements = tensor
         samples = workload.micro_batch
         table = self._table(sources, targets)
         prices = table[:, :, :4].copy()
-        # Ranks that share the positions of a sample at one of the ends hold rows, not whole samples.
-        slices = [np.array([math.prod(p0 for p0, _ in end) for end in ends]) for ends in (sources, targets)]
+        # Ranks that share the positions of a sample at one of the ends hold rows, not whole samples; or tiles, if they cut columns.
+        slices = [np.array([row_slices(end) for end in ends]) for ends in (sources, targets)]
         is_shared = np.maximum.outer(*slices) > samples
-        rows = np.where(is_shared, samples * (elements // row_features), samples)
+        has_columns = np.logical_or.outer(*([is_tiled(end) for end in ends] for ends in (sources, targets)))
+        rows = np.where(is_shared, samples * (elements // row_features), samples) // np.where(has_columns, width, 1)
         features = np.where(is_shared, row_features, whole_features)
-        undivided = (rows % table[:, :, 4] != 0) | (features % table[:, :, 5] != 0)
+        undivided = (
+            (rows % table[:, :, 4] != 0)
+            | (features % table[:, :, 5] != 0)
+            | (has_columns & (width % table[:, :, 6] != 0))
+        )
         for a, b in zip(*np.nonzero(undivided)):
-            prices[a, b] = self._price(sources[a], targets[b], (int(rows[a, b]), int(features[a, b])))[:4]
+            shape = (int(rows[a, b]), int(features[a, b]), width)
+            prices[a, b] = self._price(sources[a], targets[b], shape[: 2 + int(has_columns[a, b])])[:4]
         nbytes = float(samples * elements * workload.itemsize)
         return prices[:, :, 0] + nbytes * prices[:, :, 1], prices[:, :, 2] + nbytes * prices[:, :, 3]
 
     def _table(self, sources: tuple[RowsAndFeatures, ...], targets: tuple[RowsAndFeatures, ...]) -> np.ndarray:
         """The cost for each pair of layouts (:meth:`_price`) of a tensor that divides into all digits."""
         if (sources, targets) not in self._tables:
-            always = (self.cluster.num_devices**2,) * 2
-            rows = [[self._price(source, target, always) for target in targets] for source in sources]
+            always = (self.cluster.num_devices**2,) * 3
+            rows = [
+                [self._price(source, target, always[: 2 + is_tiled(source, target)]) for target in targets]
+                for source in sources
+            ]
             self._tables[sources, targets] = np.array(rows)
         return self._tables[sources, targets]
 
-    def _price(
-        self, source: RowsAndFeatures, target: RowsAndFeatures, shape: tuple[int, int]
-    ) -> tuple[float, float, float, float, int, int]:
-        """(seconds, seconds per byte) forward, the same backward, and the divisors of the tensor's two dimensions."""
+    def _price(self, source: RowsAndFeatures, target: RowsAndFeatures, shape: tuple[int, ...]) -> _Price:
+        """The price of a tensor of (rows, features), or (rows, features, columns) if columns are cut at one of the ends."""
         if source == target:
-            return 0.0, 0.0, 0.0, 0.0, 1, 1
+            return 0.0, 0.0, 0.0, 0.0, 1, 1, 1
         key = (source, target, *(math.gcd(length, self.cluster.num_devices**2) for length in shape))
         if key not in self._known:
             try:
                 route = redistribute(canonical(source), canonical(target), shape)
             except UserError:
-                self._known[key] = (math.inf,) * 4 + (1, 1)
+                self._known[key] = (math.inf, math.inf, math.inf, math.inf, 1, 1, 1)
             else:
                 ways = [[self._affine(part, back) for part in route] for back in (False, True)]
                 prices = [sum(price[which] for price in way) for way in ways for which in range(2)]
-                parts = [math.lcm(*(part.divisors[dim] for part in route)) for dim in range(2)]
-                self._known[key] = (prices[0], prices[1], prices[2], prices[3], parts[0], parts[1])
+                parts = [math.lcm(*divisors) for divisors in zip(*(part.divisors for part in route))] + [1]
+                self._known[key] = (prices[0], prices[1], prices[2], prices[3], parts[0], parts[1], parts[2])
                 self._compare_exchange(route, prices[0] + prices[2], prices[1] + prices[3])
         return self._known[key]
 
     def _compare_exchange(self, route: Route, fixed: float, per_byte: float) -> None:
         """Set ``may_shrink`` if the exchange may be cheaper.  Smaller micro-batches mean at least twice as many passes."""
-        exchange = exchange_between(route[0].source, route[-1].target, 2) if len(route) > 1 else None
+        num_dims = len(route[0].divisors)
+        exchange = exchange_between(route[0].source, route[-1].target, num_dims) if len(route) > 1 else None
         if exchange is not None:
             ways = [self._affine(exchange, back) for back in (False, True)]
             its_fixed, its_per_byte = (sum(way[which] for way in ways) for which in range(2))

@@ -26,6 +26,7 @@ import numpy as np
 
 from .cluster import Cluster
 from .collectives import Step
+from .distribution import RowsAndFeatures, is_tiled, row_slices
 from .errors import UserError
 from .graph import Layer, LayerGraph
 from .graph_meshes import EAGER
@@ -73,26 +74,35 @@ def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
     return (samples, features)
 
 
-def moved_shape(producer: Layer, slices: int, samples: int) -> tuple[int, int]:
+def moved_shape(producer: Layer, ends: Sequence[RowsAndFeatures], samples: int) -> tuple[int, ...]:
     """The shape in which a tensor of ``samples`` samples is redistributed: that of :func:`edge_shape`, or its rows and features.
 
     Ranks that share the positions of a sample hold rows, not whole samples.  The rows of an image are its pixels, and their
-    features its channels.
+    features its channels.  If one of the ends has tiles of images, the shape is (rows of pixels, channels, columns).
 
     Args:
         producer: the layer whose output it is.
-        slices: the larger p0 of both ends.
+        ends: its layouts before and after.
         samples: samples of the tensor.
     """
-    if slices <= samples:
+    if max(map(row_slices, ends)) <= samples:
         return edge_shape(producer, samples)
     features = row_features(producer)
-    return samples * (producer.output_elements // features), features
+    rows = samples * (producer.output_elements // features)
+    if not is_tiled(*ends):
+        return rows, features
+    width = row_width(producer)
+    return rows // width, features, width
 
 
 def row_features(producer: Layer) -> int:
     """The features of a row of the tensor on an edge; those of a pixel of an image are its channels."""
     return producer.features if len(producer.output_shape) <= 2 else producer.output_shape[0]
+
+
+def row_width(producer: Layer) -> int:
+    """The pixels of a row of the images on an edge; 1 if they are no images."""
+    return 1 if len(producer.output_shape) <= 2 else producer.output_shape[2]
 
 
 def edge_steps(
@@ -111,7 +121,7 @@ def edge_steps(
     """
     if source.rows_and_features == target.rows_and_features:
         return ()
-    shape = moved_shape(producer, max(source.p0, target.p0), workload.micro_batch)
+    shape = moved_shape(producer, (source.rows_and_features, target.rows_and_features), workload.micro_batch)
     route = redistribute(source.activations, target.activations, shape)
     return steps(route, samples * producer.output_elements * workload.itemsize)
 
@@ -408,21 +418,22 @@ class PriceBook:
     # ------------------------------------------------------------------------------------------------------------- edges
 
     @cached_property
-    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int, int, bool], int], ...]]:
+    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int, int, int, bool], int], ...]]:
         """For each ordered pair of variables, their edges' tensors and the count of each.
 
-        A tensor is (features of a sample's only row, or of each row; features of a row; elements per sample; whether recomputation
-        redistributes it again).
+        A tensor is (features of a sample's only row, or of each row; features of a row; pixels of a row of images; elements per
+        sample; whether recomputation redistributes it again).
 
         Edges inside one variable cost nothing: both ends have the same layout (a transposed strategy has the same p0).
         """
         owner = {name: i for i, variable in enumerate(self.variables) for name in variable.layers}
-        edges: dict[tuple[int, int], Counter[tuple[int, int, int, bool]]] = {}
+        edges: dict[tuple[int, int], Counter[tuple[int, int, int, int, bool]]] = {}
         for source, target in self.graph.edges:
             if owner[source] != owner[target]:
                 layer = self.graph[source]
                 is_repeated = repeats_redistributions(self.workload, self.graph.place(target, self.workload.recompute))
-                tensor = (edge_shape(layer, 1)[1], row_features(layer), layer.output_elements, is_repeated)
+                features = edge_shape(layer, 1)[1], row_features(layer)
+                tensor = (*features, row_width(layer), layer.output_elements, is_repeated)
                 edges.setdefault((owner[source], owner[target]), Counter())[tensor] += 1
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from .cluster import Cluster
+from .distribution import RowsAndFeatures
 from .errors import UserError
 from .graph import LayerGraph
-from .layoutprices import RowsAndFeatures
 from .strategy import Strategy, fitting, transposed
 from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
@@ -59,7 +59,7 @@ class OptionSet:
     def alike(self) -> np.ndarray:
         """A number for each option; options that differ only in how ranks share samples have the same; shape (options,)."""
         number: dict[Strategy, int] = {}
-        plain = (replace(strategy, sequence="", positions=()) for strategy in self.options)
+        plain = (replace(strategy, sequence="", positions=(), columns=()) for strategy in self.options)
         return np.array([number.setdefault(strategy, len(number)) for strategy in plain])
 
     def fits(self, samples: int, part: int | None = None) -> np.ndarray:

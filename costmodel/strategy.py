@@ -35,6 +35,9 @@ divides p0, q = p0 / b ranks share the positions of a sample: rank i has the row
 independent of each other do not notice.  Attention has to exchange keys and values among the q ranks, so that its price depends on
 q.  So q is a choice of its strategy: ``positions`` gives the factor of q on each level, the innermost part of p0 there, and
 ``sequence`` the way of the exchange (:mod:`autoddl.costmodel.kinds.attention`).
+
+The positions of an image are its pixels, row by row, so that each of q ranks has some rows of pixels.  With ``columns``, c of the q
+ranks lie side by side: each has a *tile*, H c / q rows by W / c columns (:mod:`autoddl.costmodel.kinds.sharing`).
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from typing import Any
 
 import numpy as np
 
-from .distribution import Axis, Distribution, canonical
+from .distribution import Axis, Distribution, RowsAndFeatures, canonical
 from .kinds.kind import Splitting
 from .kinds.registry import kind_of
 from .layer import Layer, Place, zero_of
@@ -90,6 +93,8 @@ class Strategy:
         sequence: how attention exchanges keys and values among the ranks that share the positions of a sample, one of
             :data:`autoddl.costmodel.kinds.attention.SEQUENCE_WAYS`; empty if every rank has whole samples.
         positions: for each level, the number of ranks that share the positions of a sample; empty if every rank has whole samples.
+        columns: for each level, the number of those ranks that have tiles of an image side by side, the innermost part of
+            ``positions`` there; empty if every rank has whole rows of pixels.
         key_copies: for each level, the number of ranks that use the same key and value head; empty if no ranks do.
 
     All attributes but ``splits`` are *choices*: :attr:`choices` gives them, tables print them, and plan documents contain those
@@ -108,6 +113,7 @@ class Strategy:
     experts: tuple[int, ...] = ()
     sequence: str = ""
     positions: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
     key_copies: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -122,7 +128,7 @@ class Strategy:
             (self.hybrid, "hybrid"),
             (self.regathers, "regathers"),
             (bool(self.experts), f"experts {'x'.join(map(str, self.experts))}"),
-            (bool(self.positions), f"{self.sequence}:{self.ranks_per_sample}"),
+            (bool(self.positions), f"{self.sequence}:{self._grid}"),
             (bool(self.key_copies), f"copies:{prod(self.key_copies)}"),
         )
         return tuple(word for is_chosen, word in words if is_chosen)
@@ -194,6 +200,27 @@ class Strategy:
         return _position_axes(self.axes(0), self.positions)
 
     @property
+    def column_axes(self) -> tuple[Axis, ...]:
+        """The innermost parts of :attr:`position_axes`: ranks along them have tiles of an image side by side."""
+        return _position_axes(self.axes(0), self.columns)
+
+    @property
+    def row_axes(self) -> tuple[Axis, ...]:
+        """The rest of :attr:`position_axes`: ranks along them have tiles, or rows of pixels, one below the other."""
+        return _position_axes(self.axes(0), self.positions, self.columns)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """The numbers of ranks that have tiles, or rows, of one image below each other, and side by side."""
+        across = prod(self.columns)
+        return self.ranks_per_sample // across, across
+
+    @property
+    def _grid(self) -> str:
+        """The ranks that share a sample: ``4``, or ``2x2`` for tiles in two rows and two columns."""
+        return "x".join(map(str, self.tiles)) if self.columns else str(self.ranks_per_sample)
+
+    @property
     def key_copy_axes(self) -> tuple[Axis, ...]:
         """The mesh axes along which ranks use the same key and value head, outermost first.
 
@@ -213,9 +240,10 @@ class Strategy:
         return self.p0 * self.p1 * self.p2
 
     @cached_property
-    def rows_and_features(self) -> tuple[tuple[int, int], ...]:
-        """(p0, s) for each level: the layout of the activations around the layer."""
-        return tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
+    def rows_and_features(self) -> RowsAndFeatures:
+        """(p0, s) for each level: the layout of the activations around the layer; (p0, s, c) if images are cut into tiles."""
+        levels = tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
+        return tuple((*level, c) for level, c in zip(levels, self.columns)) if self.columns else levels
 
     @property
     def activations(self) -> Distribution:
@@ -302,7 +330,13 @@ class Strategy:
         return Distribution.on_mesh(levels)
 
     def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
-        return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
+        levels = [list(zip(split, states)) for split in self.splits]
+        for entries, across in zip(levels, self.columns):
+            p0, state = entries[0]
+            if state == Split(0):
+                # Samples and rows of pixels are shown as one dimension, columns as dimension 3 of images.
+                entries[:1] = [(p0 // across, state), (across, Split(3))]
+        return Distribution.on_mesh(levels)
 
 
 #: The attributes of a strategy besides its splits, with their defaults.
@@ -343,12 +377,14 @@ def fitting(samples: int, p0: Any, ranks_per_sample: Any, positions: Any) -> Any
     )
 
 
-def _position_axes(axes: Sequence[Axis], positions: Sequence[int]) -> tuple[Axis, ...]:
+def _position_axes(axes: Sequence[Axis], positions: Sequence[int], inside: Sequence[int] = ()) -> tuple[Axis, ...]:
+    """The innermost parts of the axes with ``positions`` ranks on each level, without their own innermost parts ``inside``."""
+    inside = inside or (1,) * len(positions)
     return tuple(
-        Axis(ranks, axis.stride, axis.level)
+        Axis(ranks // inner, axis.stride * inner, axis.level)
         for axis in axes
-        for ranks in positions[axis.level : axis.level + 1]
-        if ranks > 1
+        for ranks, inner in zip(positions[axis.level : axis.level + 1], inside[axis.level : axis.level + 1])
+        if ranks > inner
     )
 
 

@@ -83,6 +83,11 @@ class StrategyGroup:
         return self.choices.positions
 
     @property
+    def columns(self) -> tuple[int, ...]:
+        """As of one :class:`Strategy`."""
+        return self.choices.columns
+
+    @property
     def key_copies(self) -> tuple[int, ...]:
         """As of one :class:`Strategy`."""
         return self.choices.key_copies
@@ -93,14 +98,30 @@ class StrategyGroup:
         return self.choices.ranks_per_sample
 
     @property
+    def tiles(self) -> tuple[int, int]:
+        """As of one :class:`Strategy`."""
+        return self.choices.tiles
+
+    @property
     def position_axes(self) -> tuple[Axis, ...]:
         """Like :attr:`Strategy.position_axes`; strides are undefined."""
-        return tuple(Axis(ranks, 0, level) for level, ranks in enumerate(self.positions) if ranks > 1)
+        return _axes_of(self.positions)
+
+    @property
+    def column_axes(self) -> tuple[Axis, ...]:
+        """Like :attr:`Strategy.column_axes`; strides are undefined."""
+        return _axes_of(self.columns)
+
+    @property
+    def row_axes(self) -> tuple[Axis, ...]:
+        """Like :attr:`Strategy.row_axes`; strides are undefined."""
+        columns = self.columns or (1,) * len(self.positions)
+        return _axes_of([ranks // across for ranks, across in zip(self.positions, columns)])
 
     @property
     def key_copy_axes(self) -> tuple[Axis, ...]:
         """Like :attr:`Strategy.key_copy_axes`; strides are undefined."""
-        return tuple(Axis(copies, 0, level) for level, copies in enumerate(self.key_copies) if copies > 1)
+        return _axes_of(self.key_copies)
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -132,6 +153,11 @@ class StrategyGroup:
         return tuple(
             Axis(cast(int, sizes[:, level]), 0, level) for level in range(sizes.shape[1]) if sizes[0, level] > 1
         )
+
+
+def _axes_of(sizes: Sequence[int]) -> tuple[Axis, ...]:
+    """Axes with one size for each level, without strides."""
+    return tuple(Axis(size, 0, level) for level, size in enumerate(sizes) if size > 1)
 
 
 def group_strategies(strategies: Sequence[Strategy]) -> Iterator[StrategyGroup]:

@@ -78,7 +78,9 @@ def _variable(
     first = graph[names[0]]
     swapped = frozenset(n for n in names if kind_of(graph[n].kind).is_lookup != kind_of(first.kind).is_lookup)
     place = graph.place(first.name, "none")
-    key = (place.largest_zero, graph.reads_order, *{(graph[name].signature(), name in swapped): None for name in names})
+    outer = next((name for name in names if name in graph.at_boundaries), None)
+    traits = place.largest_zero, graph.reads_order, outer is None
+    key = (*traits, *{(graph[name].signature(), name in swapped): None for name in names})
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
         options = _common_options(list(members.values()), swapped, cluster, place, offer)
@@ -86,7 +88,7 @@ def _variable(
             tuple(
                 s
                 for s in options
-                if graph.offers(first.name, s) and (offer.allowed is None or s.plain in offer.allowed)
+                if graph.offers(outer or first.name, s) and (offer.allowed is None or s.plain in offer.allowed)
             ),
             math.gcd(*(shared_positions(offer.executor, member) for member in members.values())),
         )

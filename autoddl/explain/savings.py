@@ -93,7 +93,8 @@ def _choices_of(strategy: Strategy) -> Iterator[tuple[str, Callable[[Strategy], 
     if strategy.experts:
         yield f"experts split over {strategy.expert_parts} devices", lambda one: replace(one, experts=())
     if strategy.positions:
-        yield f"each sample shared by {strategy.ranks_per_sample} devices ({strategy.sequence})", None
+        tiles = " in {} x {} tiles".format(*strategy.tiles) if strategy.columns else ""
+        yield f"each sample shared by {strategy.ranks_per_sample} devices{tiles} ({strategy.sequence})", None
 
 
 def _saving(

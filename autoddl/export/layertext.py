@@ -24,7 +24,7 @@ from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layo
 from autoddl.pipelines.runtime.comm.moves import move_calls
 from autoddl.pipelines.runtime.kinds.registry import layer_program, layouts_call, parameter_layouts
 from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, RMS_NORM_EPS, ROTARY_BASE
-from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, stored_rows
+from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, moved_dims, stored_rows
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
 from .scene import Scene, layout_text, layouts_text
@@ -204,28 +204,36 @@ class _LayerWriter:
         producing_layer = scene.graph[producer]
         source, samples = scene.strategies[producer], scene.workload.micro_batch
         if source.rows_and_features != self.strategy.rows_and_features:
-            shape = moved_shape(producing_layer, max(source.p0, self.strategy.p0), samples)
+            ends = source.rows_and_features, self.strategy.rows_and_features
+            shape = moved_shape(producing_layer, ends, samples)
             route = redistribute(source.activations, self.strategy.activations, shape)
             rows = stored_rows(producing_layer.output_shape)
             is_image = len(producing_layer.output_shape) == 3
             own_samples, own_rows = local_shape(rows, source, samples)
             features = producing_layer.output_elements // rows // (source.p1 * source.p2)
             local = (own_samples, own_rows, features)
-            moves_rows = shape[0] != samples
+            moves_rows, has_tiles, dims = shape[0] != samples, len(shape) > 2, moved_dims(shape)
             if moves_rows:
                 features = row_features(producing_layer) // (source.p1 * source.p2)
-                local = (shape[0] // source.p0, 1, features)
-                chain.assign(f"pixel_rows({{x}}, {features})" if is_image else "{x}.reshape(-1, 1, {x}.shape[2])")
+                if has_tiles:
+                    across = source.tiles[1]
+                    local = (shape[0] * across // source.p0, features, shape[2] // across)
+                    chain.assign(f"tile_rows({{x}}, {features}, {local[2]})")
+                else:
+                    local = (shape[0] // source.p0, 1, features)
+                    chain.assign(f"pixel_rows({{x}}, {features})" if is_image else "{x}.reshape(-1, 1, {x}.shape[2])")
             steps = list(edge_steps(producing_layer, source, self.strategy, scene.workload, samples))
-            layouts = f"{layout_text(layout_of(producing_layer, source))}.cuts, {layout_text(self.layout)}.cuts"
-            for call in move_calls(route, local):
+            cuts = "tile_cuts" if has_tiles else "cuts"
+            layouts = f"{layout_text(layout_of(producing_layer, source))}.{cuts}, {layout_text(self.layout)}.{cuts}"
+            layouts += f", {dims}" if has_tiles else ""
+            for call in move_calls(route, local, dims):
                 priced = [steps.pop(0) for _ in range(call.num_steps)]
                 chain.assign(self._call_text(call, {_LAYOUTS: layouts}), scene.cost(priced) if priced else "")
             if moves_rows:
                 own_samples, own_rows = local_shape(rows, self.strategy, samples)
-                view = (
-                    f"images_of({{x}}, {own_samples})" if is_image else f"{{x}}.reshape(-1, {own_rows}, {{x}}.shape[2])"
-                )
+                view = f"{{x}}.reshape(-1, {own_rows}, {{x}}.shape[2])"
+                if is_image:
+                    view = f"{'images_of_tiles' if has_tiles else 'images_of'}({{x}}, {own_samples})"
                 chain.assign(view)
         if len(self.place.inputs) == 1:
             check_input_shape(scene.graph, self.layer, self.strategy)

@@ -171,7 +171,7 @@ def layout_text(layout: Layout) -> str:
     >>> layout_text(Layout((2, 1, 1), (1, 4, 2), summa=True))
     'Layout((2, 1, 1), (1, 4, 2), summa=True)'
     """
-    values = {name: getattr(layout, name) for name in ("embedding", "summa", "zero", "hybrid", "experts")}
+    values = {name: getattr(layout, name) for name in ("embedding", "summa", "zero", "hybrid", "experts", "columns")}
     options = [f"{name}={value}" for name, value in values.items() if value]
     return f"Layout({', '.join([*map(value_text, layout.splits), *options])})"
 

@@ -187,7 +187,7 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samp
     strategy = strategies[last.name]
     layout = strategy.activations
     gathered = Distribution(layout.axes, (Broadcast(),) * len(layout.axes))
-    shape = moved_shape(last, strategy.p0, num_samples)
+    shape = moved_shape(last, [strategy.rows_and_features], num_samples)
     num_bytes = types.itemsize * num_samples * last.output_elements
     return _without_idle(steps_of(redistribute(layout, gathered, shape), num_bytes))
 

@@ -318,7 +318,7 @@ def _entries_divide(graph: LayerGraph, constraints: PipelineConstraints) -> bool
     for before, layer in zip(graph.layers, graph.layers[1:]):
         entry = constraints.entries.get(constraints.stage_of[layer.name])
         if entry is not None and constraints.stage_of[before.name] != constraints.stage_of[layer.name]:
-            num_parts = math.prod(features for _, features in entry.rows_and_features)
+            num_parts = math.prod(features for _, features, *_ in entry.rows_and_features)
             if edge_shape(before, 1)[1] % num_parts:
                 return False
     return True

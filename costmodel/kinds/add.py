@@ -11,20 +11,18 @@ from math import prod
 from ..layer import Layer
 from ..localwork import elementwise
 from .epilogue import kept_by_epilogue
-from .kind import Body, LayerKind, LayerQuantities, image_rows
+from .kind import Body, LayerQuantities
+from .sharing import ImageKind
 
 __all__ = ["Add", "add"]
 
 
-class Add(LayerKind):
+class Add(ImageKind):
     """The element-wise sum of its inputs."""
 
     name = "add"
     is_between = True
     colour = "#ffffff"
-
-    def positions(self, layer: Layer) -> int:
-        return image_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         after, after_backward = quantities.epilogue()

@@ -20,21 +20,19 @@ from ..collectives import Collective, Step
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
 from .epilogue import kept_by_epilogue
-from .kind import Body, LayerKind, LayerQuantities, image_rows
+from .kind import Body, LayerQuantities
+from .sharing import ImageKind
 
 __all__ = ["BatchNorm", "batch_norm", "batch_norm_note"]
 
 
-class BatchNorm(LayerKind):
+class BatchNorm(ImageKind):
     """A norm over the samples and pixels of each channel."""
 
     name = "batch_norm"
     attributes = ("features", "synchronised")
     may_be_zero = frozenset({"synchronised"})
     colour = "#eeeeee"
-
-    def positions(self, layer: Layer) -> int:
-        return image_rows(layer)
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
         attributes = quantities.layer.attributes

@@ -8,16 +8,17 @@ H x W pixels in one micro-batch, H' x W' of them in the output, a bytes of an el
 phase        step                              axis                           n [bytes]
 ===========  ================================  =============================  ==================================
 forward      all-gather the input's channels   p1                             N H W in_channels a / (P0 P2)
-forward      shift the halo's rows             ranks that share an image      rows W in_channels a / P2
+forward      shift the halo's rows             r ranks below each other       rows (W / c) in_channels a / P2
+forward      shift the halo's columns          c ranks side by side           columns (H / r + rows) in_channels a / P2
 forward      reduce-scatter the output         p2                             N H' W' out_channels a / (P0 P1)
 backward     all-gather the output's gradient  p2                             N H' W' out_channels a / (P0 P1)
-backward     shift the halo's gradient         ranks that share an image      rows W in_channels a / P2
+backward     shift the halo's gradient         the same                       as many
 backward     reduce-scatter the input's        p1                             N H W in_channels a / (P0 P2)
 once         all-reduce the weight's           p0                             in_channels out_channels k k a / (P1 P2)
 ===========  ================================  =============================  ==================================
 
-A layer that reads the data itself reads the channels and rows that it needs.  The *halo* (:mod:`.sharing`) is exchanged once
-samples no longer divide over p0, and q ranks share each image.
+A layer that reads the data itself reads the channels and pixels that it needs.  The *halo* (:mod:`.sharing`) is exchanged once
+samples no longer divide over p0, and r c ranks share each image.
 
 The work is a matrix product of (pixels x in_channels k k) by (in_channels k k x out_channels).  The gathered input and the halo are
 kept for the backward pass; only recomputation gathers them again.  Kernels are few (those of a ResNet-50 have 24 million elements,
@@ -34,7 +35,7 @@ from ..layer import Layer, Parameter
 from ..sbp import Broadcast, PartialSum, Split
 from .epilogue import kept_by_epilogue
 from .kind import Body, LayerQuantities, Splitting, States
-from .sharing import WindowKind, halo_of, halo_steps
+from .sharing import ImageKind, halo_steps
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Conv2d", "conv2d"]
 
 
-class Conv2d(WindowKind):
+class Conv2d(ImageKind):
     """A convolution with a square kernel."""
 
     name = "conv2d"
@@ -72,10 +73,8 @@ class Conv2d(WindowKind):
         )
         p1, p2 = strategy.axes(1), strategy.axes(2)
         gather = () if is_first else gather_steps(p1, input_bytes)
-        halo = halo_of(layer) or (0, 0)
-        row_bytes = input_bytes * strategy.ranks_per_sample / layer.input_shape[1]
-        shifts = () if is_first else halo_steps(strategy.position_axes, halo, row_bytes)
-        halo_bytes = row_bytes * sum(halo) if strategy.positions else 0.0
+        steps, halo_bytes = halo_steps(quantities, input_bytes)
+        shifts = () if is_first else steps
         taps = attributes["in_channels"] * attributes["kernel_size"] ** 2
         pixels = quantities.samples * layer.output_elements / attributes["out_channels"] / quantities.p0
         product = quantities.matmul(pixels, taps / quantities.p2, attributes["out_channels"] / quantities.p1)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from ..layer import Layer
 from ..localwork import elementwise
 from .kind import Body, LayerQuantities
-from .sharing import WindowKind, halo_of, halo_steps
+from .sharing import ImageKind, halo_steps
 
 __all__ = ["Pool", "pool"]
 
 
-class Pool(WindowKind):
+class Pool(ImageKind):
     """A pooling with square windows."""
 
     name = "pool"
@@ -29,15 +29,11 @@ class Pool(WindowKind):
         return f"{word} of {layer.attributes['kernel_size']}x{layer.attributes['kernel_size']}"
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
-        layer, strategy = quantities.layer, quantities.strategy
-        row_bytes = quantities.input_bytes * strategy.ranks_per_sample / layer.input_shape[1]
-        halo = halo_of(layer) or (0, 0)
-        shifts = () if is_first else halo_steps(strategy.position_axes, halo, row_bytes)
+        steps, halo_bytes = halo_steps(quantities, quantities.input_bytes)
+        shifts = () if is_first else steps
         work = elementwise(quantities.input_bytes + quantities.output_bytes)
         after, after_backward = quantities.epilogue()
-        kept = quantities.input_bytes + quantities.kept_bytes
-        if strategy.positions:
-            kept = kept + row_bytes * sum(halo)
+        kept = quantities.input_bytes + halo_bytes + quantities.kept_bytes
         return Body(shifts, shifts, work + after, 2 * work + after_backward, kept_bytes=kept)
 
 

@@ -24,11 +24,10 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.crossing import crossing
-from autoddl.costmodel.distribution import Axis, canonical
+from autoddl.costmodel.distribution import Axis, RowsAndFeatures, canonical
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import LayerWork
-from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -200,8 +199,7 @@ def boundary_of(
     """
     share_nodes = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in placement)
     ends = [mesh.mesh_of(placement[0][stage]) for stage in (number, number + 1)]
-    slices = max(prod(p0 for p0, _ in layout) for layout in (source, target))
-    rows, features = moved_shape(exit_layer, slices, workload.micro_batch)
+    rows, features = moved_shape(exit_layer, (source, target), workload.micro_batch)
     nbytes = workload.micro_batch * exit_layer.output_elements * workload.itemsize
     tensor = (rows, features, nbytes / (rows * features))
     forward = _slowest_load(ends[0], ends[1], cluster.links, share_nodes, source, target, tensor)

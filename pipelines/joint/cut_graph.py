@@ -24,7 +24,7 @@ from itertools import groupby
 
 import numpy as np
 
-from autoddl.costmodel.layoutprices import RowsAndFeatures
+from autoddl.costmodel.distribution import RowsAndFeatures
 from autoddl.search.fronts import TooManyError
 
 from ..stepgraph import Terms

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.distribution import RowsAndFeatures
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.layer import zero_of
-from autoddl.costmodel.layoutprices import RowsAndFeatures
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Phases, Variable
 from autoddl.costmodel.strategy import PLAIN, Choices, Strategy

@@ -37,19 +37,24 @@ def group_batch_norms(module: Any, graph: LayerGraph, strategies: Mapping[str, S
     for layer in graph.layers:
         if layer.kind == "batch_norm":
             own = module_at(module, layer.modules[0])
-            num_parts = 1 if layer.attributes["synchronised"] else strategies[layer.name].p0
-            own.forward = functools.partial(_forward, own, num_parts, pass_samples)
+            strategy = strategies[layer.name]
+            num_parts, across = (1, 1) if layer.attributes["synchronised"] else (strategy.p0, strategy.tiles[1])
+            own.forward = functools.partial(_forward, own, num_parts, across, pass_samples)
 
 
-def _forward(norm: Any, num_parts: int, pass_samples: int, x: Tensor) -> Tensor:
+def _forward(norm: Any, num_parts: int, across: int, pass_samples: int, x: Tensor) -> Tensor:
     if not norm.training:
         return flow.nn.BatchNorm2d.forward(norm, x)
     passes = [x[first : first + pass_samples] for first in range(0, x.shape[0], pass_samples)]
-    return flow.cat([_pass(norm, num_parts, samples) for samples in passes], dim=0)
+    return flow.cat([_pass(norm, num_parts, across, samples) for samples in passes], dim=0)
 
 
-def _pass(norm: Any, num_parts: int, x: Tensor) -> Tensor:
-    """Normalise the samples of a pass in ``num_parts`` parts: whole samples, or rows of each image."""
+def _chunks(x: Tensor, count: int, dim: int) -> list[Tensor]:
+    return list(flow.chunk(x, count, dim=dim)) if count > 1 else [x]
+
+
+def _pass(norm: Any, num_parts: int, across: int, x: Tensor) -> Tensor:
+    """Normalise the samples of a pass in ``num_parts`` parts: whole samples, or tiles of each image, ``across`` side by side."""
     sharing = max(num_parts // x.shape[0], 1)
     num_groups = num_parts // sharing
     running = [value for value in (norm.running_mean, norm.running_var) if value is not None]
@@ -66,9 +71,10 @@ def _pass(norm: Any, num_parts: int, x: Tensor) -> Tensor:
 
     result = []
     for samples in flow.chunk(x, num_groups, dim=0):
-        strips = flow.chunk(samples, sharing, dim=2) if sharing > 1 else [samples]
-        parts = [normalised(strip) for strip in strips]
-        result.append(flow.cat(parts, dim=2) if sharing > 1 else parts[0])
+        strips = []
+        for strip in _chunks(samples, sharing // across, 2):
+            strips.append(flow.cat([normalised(tile) for tile in _chunks(strip, across, 3)], dim=3))
+        result.append(flow.cat(strips, dim=2))
     for value, values in zip(running, moved):
         value.copy_(sum(values[1:], values[0]) * (1.0 / len(values)))
     if norm.num_batches_tracked is not None:

@@ -1,15 +1,18 @@
 """Convolutions, poolings and batch norms of this rank's part of images.
 
 Between layers an image is (samples, 1, all elements), channel by channel, so that a block of the features is a block of channels.
-If ranks share images, each has some rows of pixels of all the channels that it has:
+If ranks share images, each has some rows of pixels of all the channels that it has, or a tile of some rows and some columns:
 
     C = 2 channels, H = 4 rows, 2 ranks         rank 0: c0 r0 r1, c1 r0 r1        rank 1: c0 r2 r3, c1 r2 r3
 
-To other numbers of ranks such images move as rows of pixels with channels as features (`pixel_rows`, `images_of`).
+To other numbers of ranks such images move as rows of pixels with channels as features (`pixel_rows`, `images_of`); from and to
+tiles as (rows, channels, columns) (`tile_rows`, `images_of_tiles`).
 
-Windows that reach over the boundary between two ranks read rows of the other rank, the *halo* (`with_halo`):
+Windows that reach over the boundary between two ranks read rows or columns of the other rank, the *halo* (`with_halo`):
 
     own rows  2 3        with a halo of one row on each side  1 2 3 4        at the ends of the image, padding in their place
+
+Columns are exchanged after rows, and as long as the tile with its halo of rows, so that the corners arrive with them.
 """
 
 from __future__ import annotations
@@ -33,7 +36,17 @@ flow = load_oneflow()
 functional = flow.nn.functional
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["add_to_channels", "convolve", "image_data", "images_of", "normalise_batch", "pixel_rows", "pool_windows"]
+__all__ = [
+    "add_to_channels",
+    "convolve",
+    "image_data",
+    "images_of",
+    "images_of_tiles",
+    "normalise_batch",
+    "pixel_rows",
+    "pool_windows",
+    "tile_rows",
+]
 
 Tensor = Any
 
@@ -51,11 +64,23 @@ def images_of(x: Tensor, samples: int) -> Tensor:
     return x.reshape(samples, -1, x.shape[2]).permute(0, 2, 1).reshape(samples, 1, -1)
 
 
+def tile_rows(x: Tensor, channels: int, width: int) -> Tensor:
+    """Return images or tiles (samples, 1, elements) of ``width`` columns as (samples x rows, channels, width)."""
+    return x.reshape(x.shape[0], channels, -1, width).permute(0, 2, 1, 3).reshape(-1, channels, width)
+
+
+def images_of_tiles(x: Tensor, samples: int) -> Tensor:
+    """Return (samples x rows, channels, width) as images or tiles (samples, 1, elements): the inverse of `tile_rows`."""
+    return x.reshape(samples, -1, *x.shape[1:]).permute(0, 2, 1, 3).reshape(samples, 1, -1)
+
+
 def image_data(
     array: np.ndarray,
     layout: Layout,
     ranks: Ranks,
     halo: tuple[int, int] = (0, 0),
+    rows: Sequence[Axis] = (),
+    columns: Sequence[Axis] = (),
     is_gathered: bool = False,
     maximum: bool = False,
 ) -> Tensor:
@@ -65,24 +90,29 @@ def image_data(
         array: Images of all ranks, (samples, channels, height, width).
         layout: Distribution of the samples and channels.
         ranks: The ranks.
-        halo: Rows of the ranks before and behind that are read, too, if ranks share images.
+        halo: Rows and columns of the ranks before and behind that are read, too, if ranks share images.
+        rows, columns: Mesh axes of the ranks that have tiles below each other, and side by side. If neither are given, ranks that
+            are more than the samples share rows.
         is_gathered: Whether to return the channels that an all-gather over p1 would return, not only the rank's block.
         maximum: Whether the halo at the ends of an image is less than any element, and not zero.
     """
-    samples, channels, height, _ = array.shape
+    samples, channels, *lengths = array.shape
     held = gathered(layout.blocks(channels), layout.axes(1) if is_gathered else ())[ranks.rank]
     parts = prod(axis.size for axis in layout.axes(0))
     place = flat_coordinate(layout.axes(0), ranks.rank)
     if parts <= samples:
         own = array[place * (samples // parts) : (place + 1) * (samples // parts), held]
     else:
-        sharing = parts // samples
-        rows = height // sharing
-        first = (place % sharing) * rows
-        padded = np.pad(
-            array[place // sharing, held], ((0, 0), halo, (0, 0)), constant_values=-np.inf if maximum else 0
-        )
-        own = padded[None, :, first : first + rows + sum(halo)]
+        sharing, own = parts // samples, array[None, place * samples // parts, held]
+        grid = [(prod(axis.size for axis in axes), flat_coordinate(axes, ranks.rank)) for axes in (rows, columns)]
+        if not (rows or columns):
+            grid[0] = sharing, place % sharing
+        for dim, (length, (number, index)) in enumerate(zip(lengths, grid), start=2):
+            if number > 1:
+                padding = [(0, 0)] * dim + [halo] + [(0, 0)] * (3 - dim)
+                padded = np.pad(own, padding, constant_values=-np.inf if maximum else 0)
+                first = index * (length // number)
+                own = np.take(padded, np.arange(first, first + length // number + sum(halo)), axis=dim)
     return ranks.backend.activation(np.ascontiguousarray(own).reshape(len(own), 1, -1))
 
 
@@ -96,28 +126,31 @@ def convolve(
     bias: Tensor | None,
     options: Mapping[str, Any],
     halo: tuple[int, int] = (0, 0),
-    sharing: Sequence[Axis] = (),
+    rows: Sequence[Axis] = (),
+    columns: Sequence[Axis] = (),
     ranks: Ranks | None = None,
     is_first: bool = False,
 ) -> Tensor:
-    """Convolve this rank's images, or its rows of them: (samples, 1, elements) in, the same out.
+    """Convolve this rank's images, or its tiles of them: (samples, 1, elements) in, the same out.
 
     Args:
         x: Images with the input channels of ``weight``.
-        width: Pixels of a row.
+        width: Pixels of a row of ``x``.
         weight: This rank's part of the weight, (output channels, input channels, kernel, kernel).
         bias: Its part of the bias; None if there is none, or if it is added later.
         options: Stride, padding and other options of the convolution.
-        halo: Rows of the ranks before and behind that the windows of this rank's outputs reach into.
-        sharing: Mesh axes of the ranks that share images, outermost first.
-        ranks: The ranks; needed if ``sharing`` is.
+        halo: Rows (and columns) of the ranks before and behind that the windows of this rank's outputs reach into.
+        rows, columns: Mesh axes of the ranks that have tiles of an image below each other, and side by side, outermost first.
+        ranks: The ranks; needed if they share images.
         is_first: Whether the images are data, which contain the halo already.
     """
     images = x.reshape(x.shape[0], weight.shape[1], -1, width)
-    if sharing:
-        images = images if is_first else with_halo(images, halo, sharing, ranks)
+    if not is_first:
+        images = with_halos(images, halo, rows, columns, ranks)
+    if rows or columns:
         padding = options["padding"]
-        options = {**options, "padding": (0, padding if isinstance(padding, int) else padding[1])}
+        both = (padding, padding) if isinstance(padding, int) else padding
+        options = {**options, "padding": (0 if rows else both[0], 0 if columns else both[1])}
     y = functional.conv2d(images, weight, bias, **options)
     return y.reshape(y.shape[0], 1, -1)
 
@@ -130,24 +163,25 @@ def pool_windows(
     padding: int,
     maximum: bool,
     halo: tuple[int, int] = (0, 0),
-    sharing: Sequence[Axis] = (),
+    rows: Sequence[Axis] = (),
+    columns: Sequence[Axis] = (),
     ranks: Ranks | None = None,
     is_first: bool = False,
 ) -> Tensor:
-    """Return the largest or the mean element of each window of this rank's images, or of its rows of them.
+    """Return the largest or the mean element of each window of this rank's images, or of its tiles of them.
 
     Args:
         x: Images, (samples, 1, elements).
-        shape: This rank's channels, and pixels of a row.
+        shape: This rank's channels, and pixels of a row of ``x``.
         kernel, stride, padding: Of the windows.
         maximum: Whether the largest element is taken, not the mean.
-        halo, sharing, ranks, is_first: As of `convolve`.
+        halo, rows, columns, ranks, is_first: As of `convolve`.
     """
     images = x.reshape(x.shape[0], shape[0], -1, shape[1])
-    if sharing and not is_first:
-        images = with_halo(images, halo, sharing, ranks, -float("inf") if maximum else 0.0)
+    if not is_first:
+        images = with_halos(images, halo, rows, columns, ranks, -float("inf") if maximum else 0.0)
     function = functional.max_pool2d if maximum else functional.avg_pool2d
-    y = function(images, kernel, stride, (0, padding) if sharing else padding)
+    y = function(images, kernel, stride, (0 if rows else padding, 0 if columns else padding))
     return y.reshape(y.shape[0], 1, -1)
 
 
@@ -157,39 +191,55 @@ def add_to_channels(x: Tensor, bias: Tensor) -> Tensor:
     return y.reshape(*x.shape)
 
 
-def with_halo(x: Tensor, halo: tuple[int, int], sharing: Sequence[Axis], ranks: Any, fill: float = 0.0) -> Tensor:
-    """Put the rows of the ranks before and behind around this rank's rows. The backward pass sends their gradients back.
+def with_halos(
+    x: Tensor,
+    halo: tuple[int, int],
+    rows: Sequence[Axis],
+    columns: Sequence[Axis],
+    ranks: Any,
+    fill: float = 0.0,
+) -> Tensor:
+    """Put the rows, and then the columns of neighbouring ranks around this rank's tile (samples, channels, height, width)."""
+    x = with_halo(x, halo, rows, ranks, fill, 2) if rows and any(halo) else x
+    return with_halo(x, halo, columns, ranks, fill, 3) if columns and any(halo) else x
+
+
+def with_halo(
+    x: Tensor, halo: tuple[int, int], sharing: Sequence[Axis], ranks: Any, fill: float = 0.0, dim: int = 2
+) -> Tensor:
+    """Put the lines of the ranks before and behind around this rank's lines. The backward pass sends their gradients back.
 
     Args:
-        x: This rank's rows of images, (samples, channels, rows, width).
-        halo: Number of rows of the rank before and of the rank behind.
-        sharing: Mesh axes of the ranks that share an image, outermost first.
+        x: This rank's tile of images, (samples, channels, height, width).
+        halo: Number of lines of the rank before and of the rank behind.
+        sharing: Mesh axes of the ranks whose tiles lie beside each other along ``dim``, outermost first.
         ranks: The ranks.
         fill: Value of the halo at the ends of an image.
+        dim: Whether lines are rows (2) or columns (3).
     """
     before, behind = halo
-    rows, place = x.shape[2], flat_coordinate(sharing, ranks.rank)
+    lines, place = x.shape[dim], flat_coordinate(sharing, ranks.rank)
     is_end = place == 0, place == prod(axis.size for axis in sharing) - 1
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         parts = [detached(x)]
         if before:
-            arrived = _passed_on(flow.narrow(x, 2, rows - before, before), sharing, ranks, False)
+            arrived = _passed_on(flow.narrow(x, dim, lines - before, before), sharing, ranks, False)
             parts.insert(0, flow.full_like(arrived, fill) if is_end[0] else arrived)
         if behind:
-            arrived = _passed_on(flow.narrow(x, 2, 0, behind), sharing, ranks, True)
+            arrived = _passed_on(flow.narrow(x, dim, 0, behind), sharing, ranks, True)
             parts.append(flow.full_like(arrived, fill) if is_end[1] else arrived)
-        return flow.cat(parts, dim=2)
+        return flow.cat(parts, dim=dim)
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        pieces = [flow.narrow(dy, 2, before, rows)]
-        if before:  # the gradient of the halo before goes back, to the last rows of the rank before
-            arrived = _passed_on(_unless(is_end[0], flow.narrow(dy, 2, 0, before)), sharing, ranks, True)
-            pieces.append(_among(arrived, rows - before, 0))
+        pieces = [flow.narrow(dy, dim, before, lines)]
+        if before:  # the gradient of the halo before goes back, to the last lines of the rank before
+            arrived = _passed_on(_unless(is_end[0], flow.narrow(dy, dim, 0, before)), sharing, ranks, True)
+            pieces.append(_among(arrived, lines - before, 0, dim))
         if behind:
-            own = flow.narrow(dy, 2, before + rows, behind)
+            own = flow.narrow(dy, dim, before + lines, behind)
             arrived = _passed_on(_unless(is_end[1], own), sharing, ranks, False)
-            pieces.append(_among(arrived, 0, rows - behind))
+            pieces.append(_among(arrived, 0, lines - behind, dim))
         return sum(pieces[1:], pieces[0])
 
     return _Function.apply("with_halo", forward, backward, x)
@@ -199,14 +249,14 @@ def _unless(is_zero: bool, x: Tensor) -> Tensor:
     return flow.zeros_like(x) if is_zero else x
 
 
-def _among(x: Tensor, above: int, below: int) -> Tensor:
-    """Put rows of zeros above and below."""
-    shape = x.shape
+def _among(x: Tensor, before: int, behind: int, dim: int) -> Tensor:
+    """Put lines of zeros before and behind."""
 
-    def zeros(rows: int) -> list[Tensor]:
-        return [flow.zeros(shape[0], shape[1], rows, shape[3], dtype=x.dtype, device=x.device)] if rows else []
+    def zeros(lines: int) -> list[Tensor]:
+        shape = [lines if place == dim else length for place, length in enumerate(x.shape)]
+        return [flow.zeros(*shape, dtype=x.dtype, device=x.device)] if lines else []
 
-    return flow.cat([*zeros(above), x, *zeros(below)], dim=2)
+    return flow.cat([*zeros(before), x, *zeros(behind)], dim=dim)
 
 
 def _passed_on(x: Tensor, sharing: Sequence[Axis], ranks: Any, backwards: bool) -> Tensor:

@@ -185,7 +185,10 @@ def test_canonical_splits_evenly_over_all_ranks(size):
         assert layout.num_ranks == size
         assert layout.split_sizes(2) == (p0, size // p0)
         assert len({layout.block(rank, 2) for rank in range(size)}) == size
-        assert canonical(((p0, size // p0),), row_dim=2, feature_dim=0).split_sizes(3) == (size // p0, 1, p0)
+        for across in (c for c in range(1, p0 + 1) if p0 % c == 0):
+            tiles = canonical(((p0, size // p0, across),))
+            assert tiles.split_sizes(3) == (p0 // across, size // p0, across)
+            assert len({tiles.block(rank, 3) for rank in range(size)}) == size
 
 
 @given(st.integers(1, 100_000))

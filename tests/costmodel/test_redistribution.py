@@ -276,7 +276,7 @@ def test_smaller_micro_batches_never_make_a_step_cheaper(levels, links):
         cost = {}
         for k in passes:
             workload = Workload(whole, whole // k, "mixed")
-            cost[k] = prices.costs((features, features, 1000 * features), (a,), (b,), workload)[0, 0]
+            cost[k] = prices.costs((features, features, 1, 1000 * features), (a,), (b,), workload)[0, 0]
         for few, many in product(passes, passes):
             if many % few == 0:
                 assert cost[few] <= cost[many] * (1 + 1e-12) or prices.may_shrink, (a, b, few, many)
@@ -292,7 +292,7 @@ def test_prices_say_where_smaller_micro_batches_may_be_cheaper():
     for links, may_shrink in [(faster_inside, False), (cluster.with_links(5e-6, 25e9), True)]:
         prices = LayoutPrices(links)
         large, small = (
-            prices.costs((24, 24, elements), (source,), (target,), Workload(24, samples, "mixed"))[0, 0]
+            prices.costs((24, 24, 1, elements), (source,), (target,), Workload(24, samples, "mixed"))[0, 0]
             for samples in (24, 3)
         )
         assert (small < large, prices.may_shrink) == (may_shrink, may_shrink)

@@ -1,7 +1,8 @@
-"""Convolutions, poolings and batch norms on ranks: channels, rows of shared images and their halos against one device."""
+"""Convolutions, poolings and batch norms on ranks: channels, rows and tiles of images, and their halos against one device."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -29,16 +30,18 @@ BOTTLENECKS = ResNetSizes(50, image=64, classes=8, width=8)
 TOGETHER = replace(RESNET, synchronised=True)
 
 
-def case_of(sizes, level_sizes, seed, samples=8, shares=False, choices=PLAIN, **workload):
-    """Strategies at random; as many ranks as possible share the images of each layer if ``shares``."""
+def case_of(sizes, level_sizes, seed, samples=8, shares=False, across=1, choices=PLAIN, **workload):
+    """Strategies at random; as many ranks as possible share the images of each layer if ``shares``, ``across`` of them side by
+    side (0: any number)."""
     family = "vgg" if isinstance(sizes, VGGSizes) else "resnet"
     graph = BuiltIn(family, sizes).graph()
     strategies = random_strategies(graph, level_sizes, seed, choices=choices, samples=samples)
     for layer in graph.layers if shares else ():
         offered = [s for s in enumerate_strategies(layer, level_sizes) if s.fits(layer, samples)]
-        most = max(offered, key=lambda s: s.p0)
-        if layer.is_image and most.p0 > samples:
-            strategies[layer.name] = most
+        most = [s for s in offered if s.p0 == max(one.p0 for one in offered)]
+        if layer.is_image and most[0].p0 > samples:
+            tiled = [s for s in most if s.tiles[1] == across] if across else most
+            strategies[layer.name] = random.Random(f"{seed} {layer.name}").choice(tiled or most[:1])
     # Batch norms and largest elements amplify rounding errors.
     return Case(family, sizes, graph, strategies, Workload(samples, samples, "float64", **workload))
 
@@ -51,6 +54,13 @@ CASES = {
     "resnet's rows on 4": lambda: case_of(RESNET, (4,), 9, samples=2, shares=True),
     "resnet's rows on 4, recomputed": lambda: case_of(RESNET, (4,), 6, samples=1, shares=True, recompute="layers"),
     "resnet's rows on 2x2": lambda: case_of(BOTTLENECKS, (2, 2), 10, samples=2, shares=True),
+    "vgg's columns on 2": lambda: case_of(VGG, (2,), 4, samples=1, shares=True, across=2),
+    "vgg's tiles on 4": lambda: case_of(VGG, (4,), 4, samples=1, shares=True, across=2),
+    "resnet's tiles on 2x2, recomputed": lambda: case_of(
+        RESNET, (2, 2), 6, samples=1, shares=True, across=2, recompute="layers"
+    ),
+    "resnet's rows, columns and tiles on 4": lambda: case_of(BOTTLENECKS, (4,), 3, samples=1, shares=True, across=0),
+    "resnet's tiles on 2x4": lambda: case_of(RESNET, (2, 4), 6, samples=1, shares=True, across=4),
     "resnet together on 4": lambda: case_of(TOGETHER, (4,), 11),
     "resnet together, rows on 2x2, blocks recomputed": lambda: case_of(
         TOGETHER, (2, 2), 12, samples=2, shares=True, recompute="blocks"
@@ -96,6 +106,8 @@ COUNTED = {
     "channels and divided states on 2x2": lambda: case_of(WIDE, (2, 2), 3, choices=Choices((1, 2))),
     "rows on 4": lambda: case_of(WIDE, (4,), 5, samples=2, shares=True),
     "rows on 2x4": lambda: case_of(WIDE, (2, 4), 6, samples=1, shares=True),
+    "tiles on 4": lambda: case_of(WIDE, (4,), 7, samples=1, shares=True, across=2),
+    "rows, columns and tiles on 2x4": lambda: case_of(WIDE, (2, 4), 6, samples=1, shares=True, across=0),
     "batch norms together on 4": lambda: case_of(replace(WIDE, synchronised=True), (4,), 11),
 }
 
@@ -108,7 +120,9 @@ def test_bytes_of_a_pass(counted_ranks, name):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["vgg's rows on 2", "resnet's rows on 4, recomputed", "resnet's channels on 4"])
+@pytest.mark.parametrize(
+    "name", ["vgg's rows on 2", "resnet's tiles on 2x2, recomputed", "resnet's rows, columns and tiles on 4"]
+)
 def test_exported_files(counted_ranks, tmp_path, name):
     """Slow: ranks import the file, and train beside the applied plan."""
     case = CASES[name]()

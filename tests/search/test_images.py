@@ -47,20 +47,33 @@ def by_hand(levels, samples):
         if CHANNELS % parts:
             continue
         q = p0 // gcd(p0, samples)
-        whole = q == 1
-        if not whole and (q * samples != p0 or SIDE // 2 % q):  # the output has half of the rows
-            continue
-        if whole:
+        is_norm = all(t[2] == 1 for t in splits)
+        if q == 1:
             of_convolutions.append(Strategy(splits))
-        else:
-            positions, left = [], q
-            for t in reversed(splits):  # the ranks of one image are neighbours
-                positions.insert(0, gcd(left, t[0]))
-                left //= positions[0]
-            of_convolutions.append(Strategy(splits, sequence="halo", positions=tuple(positions)))
-        if all(t[2] == 1 for t in splits):
-            of_norms.append(Strategy(splits))
+            of_norms += [Strategy(splits)] * is_norm
+            continue
+        if q * samples != p0:
+            continue
+        positions = innermost(q, [t[0] for t in splits])
+        # The output has half of the rows and columns.
+        for c in (c for c in range(1, q + 1) if q % c == 0 and SIDE // 2 % c == 0 and SIDE // 2 % (q // c) == 0):
+            columns = innermost(c, positions) if c > 1 else ()
+            if c == 1 or prod(columns) == c:
+                of_convolutions.append(Strategy(splits, sequence="halo", positions=positions, columns=columns))
+        for c in (c for c in range(1, q + 1) if q % c == 0 and SIDE % c == 0 and SIDE % (q // c) == 0) if is_norm else ():
+            columns = innermost(c, positions) if c > 1 else ()
+            tiles = {"sequence": "tiles", "positions": positions, "columns": columns} if c > 1 else {}
+            of_norms.append(Strategy(splits, **tiles))
     return of_convolutions, of_norms
+
+
+def innermost(count, sizes):
+    """How many of the ranks of each level are among the innermost ``count``."""
+    found = []
+    for size in reversed(sizes):
+        found.insert(0, gcd(count, size))
+        count //= found[0]
+    return tuple(found)
 
 
 @pytest.mark.parametrize("synchronised", [False, True])
@@ -73,10 +86,9 @@ def test_plans_are_the_best_of_all(levels, samples, synchronised):
     )
     convolutions, norms = by_hand(levels, samples)
     workload = Workload(samples, samples, cluster.default_precision)
-    first = [strategy for strategy in convolutions if strategy.ranks_per_sample <= SIDE // 2]
-    assert PriceBook(graph, cluster, workload).space_size(samples) == len(convolutions) * len(norms) * len(first)
+    assert PriceBook(graph, cluster, workload).space_size(samples) == len(convolutions) ** 2 * len(norms)
     least = inf
-    for one, norm, other in product(convolutions, norms, first):
+    for one, norm, other in product(convolutions, norms, convolutions):
         strategies = {"first": one, "norm": norm, "last": other}
         least = min(least, assess(graph, cluster, workload, strategies).step_s)
     planned = make_plan(graph, cluster, Options(batch=samples, micro_batch=samples, recompute=False))
@@ -126,6 +138,37 @@ def test_steps_of_a_halo():
     strided = conv2d("c", (16, 16, 8), 16, kernel_size=3, stride=2, padding=1, bias=False)
     assert steps_of(strided, strategy, samples=1)[0] == tuple(
         Step(Collective.SHIFT, axis, row) for axis in (inner, outer)
+    )
+
+
+def test_steps_of_the_halo_of_a_tile():
+    """The same image in 2 x 2 tiles of 6 x 4 pixels: 3 rows of 4 pixels, then 3 columns of 3 + 6 + 3 pixels on each side."""
+    strategy = Strategy(((2, 1, 1), (2, 1, 1)), sequence="halo", positions=(2, 2), columns=(1, 2))
+    assert strategy.words == ("halo:2x2",)
+    assert (strategy.row_axes, strategy.column_axes) == ((Axis(2, 2, 0),), (Axis(2, 1, 1),))
+    layer = conv2d("c", (16, 12, 8), 16, kernel_size=7, padding=3, bias=False)
+    forward, backward, _ = steps_of(layer, strategy, samples=1)
+    pixel = 16 * 4
+    rows, columns = (
+        Step(Collective.SHIFT, Axis(2, 2, 0), 3 * 4 * pixel),
+        Step(Collective.SHIFT, Axis(2, 1, 1), 3 * 12 * pixel),
+    )
+    assert forward == backward == (rows, rows, columns, columns)
+    # A rank keeps its tile with the halo for the backward pass.
+    work = layer_work(layer, strategy, Workload(1, 1, "float32"), 1, Place())
+    assert work.kept_bytes == 12 * 10 * pixel
+
+
+def test_images_change_between_strips_and_tiles():
+    """From 4 strips of 2 x 8 pixels to 2 x 2 tiles of 4 x 4: ranks of one pair have the same rows, and exchange halves of columns.
+
+    Each axis of 2 takes a digit of the columns for one of the rows; all 4 ranks lie on one axis of the mesh.
+    """
+    layer = conv2d("c", (8, 8, 8), 8, kernel_size=1)
+    strips = Strategy(((4, 1, 1),))
+    tiles = Strategy(((4, 1, 1),), sequence="tiles", positions=(4,), columns=(2,))
+    assert edge_steps(layer, strips, tiles, Workload(1, 1, "float32"), 1) == (
+        Step(Collective.ALL_TO_ALL, Axis(2, 1), 8 * 8 * 8 * 4 / 4),
     )
 
 

@@ -105,6 +105,7 @@ class Layout:
         zero: What the ranks along p0 divide of the parameters, 0 to 3 (:mod:`autoddl.costmodel.strategy`).
         hybrid: Whether they divide gradients and weights inside nodes only.
         experts: For each level, the part of p0 that experts are divided over; empty if they are not divided.
+        columns: For each level, the part of p0 that cuts columns of images; empty if none are cut.
     """
 
     splits: tuple[tuple[int, int, int], ...]
@@ -113,6 +114,7 @@ class Layout:
     zero: int
     hybrid: bool
     experts: tuple[int, ...]
+    columns: tuple[int, ...]
 
     def __init__(
         self,
@@ -122,6 +124,7 @@ class Layout:
         zero: int = 0,
         hybrid: bool = False,
         experts: tuple[int, ...] = (),
+        columns: tuple[int, ...] = (),
     ):
         for name, value in (
             ("splits", splits),
@@ -130,6 +133,7 @@ class Layout:
             ("zero", zero),
             ("hybrid", hybrid),
             ("experts", experts),
+            ("columns", columns),
         ):
             object.__setattr__(self, name, value)
 
@@ -150,13 +154,22 @@ class Layout:
     @cached_property
     def features(self) -> tuple[Axis, ...]:
         """The axes that split the features between layers. (The axes of p0 split the samples.)"""
-        levels = tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
-        return tuple(axis for axis, of_features in canonical_axes(levels) if of_features)
+        return self.tile_cuts[1]
 
     @property
     def cuts(self) -> tuple[tuple[Axis, ...], ...]:
         """(axes that split the samples, axes that split the features) between layers."""
         return self.axes(0), self.features
+
+    @property
+    def tile_cuts(self) -> tuple[tuple[Axis, ...], ...]:
+        """(axes that split samples and rows, axes that split channels, axes that split columns) of images between layers."""
+        levels = tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
+        if self.columns:
+            cut = canonical_axes(tuple((*level, across) for level, across in zip(levels, self.columns)))
+        else:
+            cut = canonical_axes(levels)
+        return tuple(tuple(axis for axis, dim in cut if dim == which) for which in range(3))
 
     @property
     def num_ranks(self) -> int:
@@ -621,6 +634,7 @@ def layout_of(layer: Layer, strategy: Strategy) -> Layout:
         zero=strategy.zero,
         hybrid=strategy.hybrid,
         experts=strategy.experts,
+        columns=strategy.columns,
     )
 
 

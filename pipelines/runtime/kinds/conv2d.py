@@ -22,7 +22,7 @@ from ..statements import (
     epilogue,
 )
 
-__all__ = ["image_input", "layouts", "num_shifts", "plain_module", "program", "window_options"]
+__all__ = ["image_input", "layouts", "local_width", "num_shifts", "plain_module", "program", "window_options"]
 
 
 def program(context: LayerContext) -> LayerProgram:
@@ -32,7 +32,7 @@ def program(context: LayerContext) -> LayerProgram:
     has_bias = len(context.weights) > 1
     bias = Name("bias") if has_bias and not scatters else None
     options = {"options": context.fact("options", "convolution_options"), **window_options(context)}
-    arguments = (X, layer.input_shape[2], Name("weight"), bias)
+    arguments = (X, local_width(context), Name("weight"), bias)
     product = [] if is_first else [along("all_gather", axis) for axis in layout.axes(1)]
     product.append(Call("convolve", arguments, options, num_steps=num_shifts(context), computes=True))
     rest = [along("reduce_scatter", axis) for axis in reversed(layout.axes(2))]
@@ -54,7 +54,7 @@ def image_input(context: LayerContext, is_gathered: bool = False, maximum: bool 
         return []
     options: dict[str, Any] = {"is_gathered": True} if is_gathered else {}
     if context.strategy.positions:
-        options["halo"] = halo_of(context.layer)
+        options |= _tile(context)
         options.update({"maximum": True} if maximum else {})
     return [Call("image_data", (DATA, context.layout, RANKS), options)]
 
@@ -63,14 +63,28 @@ def window_options(context: LayerContext) -> dict[str, Any]:
     """Return the options of windows whose ranks share images; none if every rank has whole images."""
     if not context.strategy.positions:
         return {}
-    options = {"halo": halo_of(context.layer), "sharing": list(context.strategy.position_axes), "ranks": RANKS}
+    options = {**_tile(context), "ranks": RANKS}
     return {**options, "is_first": True} if not context.producers else options
+
+
+def _tile(context: LayerContext) -> dict[str, Any]:
+    """Return the options that describe which ranks share images, and their halo."""
+    axes = {"rows": list(context.strategy.row_axes), "columns": list(context.strategy.column_axes)}
+    return {"halo": halo_of(context.layer), **{name: value for name, value in axes.items() if value}}
+
+
+def local_width(context: LayerContext) -> int:
+    """Return the pixels of a row of a rank's images; data that ranks share has the halo already."""
+    across = context.strategy.tiles[1]
+    has_halo = across > 1 and not context.producers
+    return context.layer.input_shape[2] // across + (sum(halo_of(context.layer) or ()) if has_halo else 0)
 
 
 def num_shifts(context: LayerContext) -> int:
     """Return the number of steps that bring the halo."""
-    is_first = not context.producers
-    return 0 if is_first else sum(map(bool, halo_of(context.layer) or ())) * len(context.strategy.position_axes)
+    is_first, strategy = not context.producers, context.strategy
+    num_axes = len(strategy.row_axes) + len(strategy.column_axes)
+    return 0 if is_first else sum(map(bool, halo_of(context.layer) or ())) * num_axes
 
 
 def layouts(context: LayerContext, parameters: Sequence[Parameter]) -> Call:

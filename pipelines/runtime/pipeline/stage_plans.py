@@ -42,8 +42,8 @@ def stage_layouts(
         row_multiple = lcm(*(s.p0 for layer, s in splitting if not _shares_samples(layer, s, samples)))
         rows_per_sample = 1
         if samples is not None and number + 1 < len(stages):
-            slices = max(leaving.p0, entry_strategy(graph, stages, number + 1).p0)
-            rows, features = moved_shape(layers[-1], slices, samples)
+            ends = leaving, entry_strategy(graph, stages, number + 1)
+            rows, features = moved_shape(layers[-1], [end.rows_and_features for end in ends], samples)
             rows_per_sample, columns = rows // samples, features
         is_joint = _is_joint(graph, stage, entry)
         result.append(StageLayout(arriving, leaving.activations, columns, row_multiple, is_joint, rows_per_sample))

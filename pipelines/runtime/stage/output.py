@@ -10,9 +10,10 @@ from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 
 from ..comm.moving import move_tensor
-from ..images import images_of
+from ..images import images_of, images_of_tiles
 from ..load import load_oneflow
 from ..sequences import ascending
+from .plan import moved_dims
 from .stage import Stage, rows_of
 
 flow: Any = load_oneflow()
@@ -35,23 +36,23 @@ def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
     """
     last, stepper = stage.layers[-1], stage.stepper
     split = last.strategy.activations
-    shape = moved_shape(last.layer, last.strategy.p0, samples)
-    moves_rows = shape[0] != samples
+    shape = moved_shape(last.layer, [last.strategy.rows_and_features], samples)
+    moves_rows, has_tiles, dims = shape[0] != samples, len(shape) > 2, moved_dims(shape)
     replicated = Distribution(split.axes, (Broadcast(),) * len(split.axes))
     route = redistribute(split, replicated, shape)
-    rows, features = split.slices(stepper.rank, shape)
+    own = dict(zip(dims, split.slices(stepper.rank, shape)))
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return move_tensor(x, route, stepper, (0, 2)).clone()
+        return move_tensor(x, route, stepper, dims).clone()
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy[rows, :, features].contiguous()
+        return dy[tuple(own.get(dim, slice(None)) for dim in range(3))].contiguous()
 
     if moves_rows:
-        value = rows_of(value, last.layer, last.strategy)
+        value = rows_of(value, last.layer, last.strategy, has_tiles)
     whole = _Function.apply("whole", forward, backward, value)
     if moves_rows and last.layer.is_image:
-        whole = images_of(whole, samples)
+        whole = images_of_tiles(whole, samples) if has_tiles else images_of(whole, samples)
     if stage.is_mirrored:
         whole = ascending(whole.reshape(samples, -1, whole.shape[2]))
     per_sample = last.layer.output_shape

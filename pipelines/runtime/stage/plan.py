@@ -25,6 +25,7 @@ __all__ = [
     "entry_strategy",
     "is_mirrored",
     "local_shape",
+    "moved_dims",
     "source_layer",
     "stage_plan",
     "stored_rows",
@@ -151,6 +152,11 @@ def _check_boundary(graph: LayerGraph, stages: Sequence[StagePlan], number: int)
         )
     if not crossing:
         raise UserError(f"no tensor crosses the boundary between stages {number} and {number + 1}")
+    sent = stages[number].strategies[last], entry_strategy(graph, stages, number + 1)
+    if any(strategy.columns for strategy in sent):
+        raise UserError(
+            f"{graph[last].describe()}: {' -> '.join(map(str, sent))} has tiles of images, which cross to another stage as rows"
+        )
     readers = {target for source, target in graph.edges if source == last}
     if not readers & set(stages[number + 1].strategies):
         raise UserError(f"stage {number + 1} does not read {last!r}, which stage {number} gives")
@@ -169,7 +175,7 @@ def entry_strategy(graph: LayerGraph, stages: Sequence[StagePlan], number: int) 
     source = source_layer(graph, stages, number)
     reader = next(layer for layer in stages[number].layers(graph) if source in graph.inputs(layer.name))
     levels = stages[number].strategies[reader.name].rows_and_features
-    return Strategy(tuple((p0, s, 1) for p0, s in levels))
+    return Strategy(tuple((p0, s, 1) for p0, s, *_ in levels))
 
 
 def strategies_of(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> dict[str, Strategy]:
@@ -230,6 +236,14 @@ def stored_rows(shape: Sequence[int]) -> int:
     (16, 1)
     """
     return prod(shape[:-1]) if len(shape) <= 2 else 1
+
+
+def moved_dims(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the dimension of a rank's tensor for each dimension of the ``shape`` in which a layer's output is redistributed.
+
+    The tensor is (samples or rows, rows, features), or (rows of pixels, channels, columns) if images are cut into tiles.
+    """
+    return (0, 2) if len(shape) == 2 else (0, 1, 2)
 
 
 def local_shape(rows: int, strategy: Strategy, samples: int) -> tuple[int, int]:

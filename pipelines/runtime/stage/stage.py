@@ -28,7 +28,7 @@ from ..comm.layouts import Layout
 from ..comm.moves import move_calls
 from ..comm.moving import run_moves
 from ..feeding import feeds_of, inputs_of
-from ..images import images_of, pixel_rows
+from ..images import images_of, images_of_tiles, pixel_rows, tile_rows
 from ..layers import Body, build_body
 from ..operations import checkpoint
 from ..runningstats import RunningStatistics
@@ -37,7 +37,7 @@ from ..shards import attach_weights
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import check_input_shape, is_mirrored, local_shape, source_layer, stored_rows, strategies_of
+from .plan import check_input_shape, is_mirrored, local_shape, moved_dims, source_layer, stored_rows, strategies_of
 
 __all__ = ["ReadyLayer", "Stage", "rows_of", "samples_of"]
 
@@ -261,29 +261,33 @@ class Stage:
     def _redistributed(self, x: Tensor, producer: str, reader: ReadyLayer, samples: int) -> Tensor:
         """Redistribute a producer's output for a reader."""
         source, layer = self._strategies[producer], self._model.graph[producer]
-        shape = moved_shape(layer, max(source.p0, reader.strategy.p0), samples)
-        moves_rows = shape[0] != samples
+        shape = moved_shape(layer, (source.rows_and_features, reader.strategy.rows_and_features), samples)
+        moves_rows, has_tiles, dims = shape[0] != samples, len(shape) > 2, moved_dims(shape)
         if moves_rows:
-            x = rows_of(x, layer, source)
+            x = rows_of(x, layer, source, has_tiles)
         key = (producer, reader.name, samples)
         if key not in self._known_moves:
             route = redistribute(source.activations, reader.strategy.activations, shape)
-            self._known_moves[key] = move_calls(route, tuple(x.shape))
-        x = run_moves(x, self._known_moves[key], self.stepper)
-        return (
-            samples_of(x, layer, local_shape(stored_rows(layer.output_shape), reader.strategy, samples))
-            if moves_rows
-            else x
-        )
+            self._known_moves[key] = move_calls(route, tuple(x.shape), dims)
+        x = run_moves(x, self._known_moves[key], self.stepper, dims)
+        if not moves_rows:
+            return x
+        return samples_of(x, layer, local_shape(stored_rows(layer.output_shape), reader.strategy, samples), has_tiles)
 
 
-def rows_of(x: Tensor, layer: Layer, strategy: Strategy) -> Tensor:
-    """Return this rank's part of a layer's output (samples, rows, features) as rows, or as pixels: (rows, 1, features)."""
-    if len(layer.output_shape) == 3:
-        return pixel_rows(x, layer.output_shape[0] // (strategy.p1 * strategy.p2))
-    return x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
+def rows_of(x: Tensor, layer: Layer, strategy: Strategy, has_tiles: bool = False) -> Tensor:
+    """Return this rank's part of a layer's output (samples, rows, features) as rows, or as pixels: (rows, 1, features).
+
+    If columns of images are cut at one of the ends of a redistribution (``has_tiles``): (rows of pixels, channels, columns).
+    """
+    if len(layer.output_shape) < 3:
+        return x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
+    channels = layer.output_shape[0] // (strategy.p1 * strategy.p2)
+    return tile_rows(x, channels, layer.output_shape[2] // strategy.tiles[1]) if has_tiles else pixel_rows(x, channels)
 
 
-def samples_of(x: Tensor, layer: Layer, shape: tuple[int, int]) -> Tensor:
-    """Return rows or pixels of a layer's output as (samples, rows, features); ``shape`` is that of samples and rows."""
-    return images_of(x, shape[0]) if len(layer.output_shape) == 3 else x.reshape(*shape, x.shape[2])
+def samples_of(x: Tensor, layer: Layer, shape: tuple[int, int], has_tiles: bool = False) -> Tensor:
+    """Return the result of `rows_of`, in another layout, as (samples, rows, features); ``shape`` is that of samples and rows."""
+    if len(layer.output_shape) < 3:
+        return x.reshape(*shape, x.shape[2])
+    return images_of_tiles(x, shape[0]) if has_tiles else images_of(x, shape[0])
