@@ -12,7 +12,8 @@ its *halo*.  At the ends of the image the halo is padding.  The halo of a 3 x 3 
 that have arrived: so the corners of tiles come from the ranks across without messages of their own.
 
 Strips (c = 1) have the fewest messages, tiles the shortest boundaries: with a halo of one pixel, a rank among 16 that share a
-square image sends 2 W elements of each channel in strips, and W + 4 in tiles of W / 4 x W / 4.
+square image sends 2 W elements of each channel in strips, and W + 4 in tiles of W / 4 x W / 4.  A search is offered strips and,
+if their boundaries are shorter than those of strips or if strips do not divide the rows, the tiles with the shortest boundaries.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING
 
 from ..collectives import Collective, Step
@@ -119,7 +120,7 @@ class ImageKind(LayerKind):
         for positions in position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
             if any(halo):
                 yield replace(strategy, sequence=HALO, positions=positions)
-            for columns in position_factors(positions):
+            if columns := _best_columns(layer, positions):
                 yield replace(strategy, sequence=HALO if any(halo) else TILES, positions=positions, columns=columns)
 
     def offers_choices(self, layer: Layer, strategy: Strategy) -> bool:
@@ -134,13 +135,27 @@ class ImageKind(LayerKind):
         is_factor = strategy.positions in position_factors(tuple(p0 for p0, _, _ in strategy.splits)) and (
             not strategy.columns or strategy.columns in position_factors(strategy.positions)
         )
-        return is_factor and all(
-            _divides(layer, dim, ranks) for dim, ranks in enumerate(strategy.tiles, start=1) if ranks > 1
-        )
+        return is_factor and _has_tiles(layer, strategy.tiles)
 
 
-def _divides(layer: Layer, dim: int, ranks: int) -> bool:
-    """Whether ranks can have parts of the rows (``dim`` 1) or columns (2): a halo consists of lines of one neighbour."""
-    halo = halo_of(layer, dim)
-    lines, rest = divmod(layer.output_shape[dim], ranks)
-    return halo is not None and not rest and max(halo) <= lines * layer.attributes.get("stride", 1)
+def _best_columns(layer: Layer, positions: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the columns of the tiles with the shortest boundaries; () if these are strips, or if no tiles divide the image."""
+
+    def boundary(columns: tuple[int, ...]) -> tuple[float, int]:
+        across = prod(columns)
+        tiles = down, _ = prod(positions) // across, across
+        if not _has_tiles(layer, tiles):
+            return inf, across
+        _, height, width = layer.output_shape
+        return (width / across if down > 1 else 0) + (height / down if across > 1 else 0), across
+
+    return min(((), *position_factors(positions)), key=boundary)
+
+
+def _has_tiles(layer: Layer, tiles: tuple[int, int]) -> bool:
+    """Whether the images of a layer divide into (tiles below each other, tiles side by side): halos are lines of one neighbour."""
+    for dim, ranks in enumerate(tiles, start=1):
+        halo, (lines, rest) = halo_of(layer, dim), divmod(layer.output_shape[dim], ranks)
+        if ranks > 1 and (halo is None or rest or max(halo) > lines * layer.attributes.get("stride", 1)):
+            return False
+    return True

@@ -7,8 +7,10 @@ In a mixture every layer draws from everything that it offers.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.graph import Layer, Place
@@ -22,6 +24,10 @@ from autoddl.planfile import PlanFile
 from autoddl.zoo.builtin import BuiltIn, ResNetSizes, VGGSizes
 from autoddl.zoo.mixtures import Mixture
 from autoddl.zoo.transformers import Transformer
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.runtime.random_strategies import tilings
 
 __all__ = ["CHOICES", "MESHES", "NUM_MICRO_BATCHES", "Choice", "Mesh", "plan_of"]
 
@@ -144,7 +150,8 @@ CHOICES = (
     Choice("experts divided", MOE, lambda layer, strategy: bool(strategy.experts)),
     Choice("experts divided, ZeRO 2", MOE, lambda layer, s: bool(s.experts) and s.zero == 2, is_alone=False),
     Choice("channels of convolutions", VGG, lambda layer, s: layer.kind == "conv2d" and s.p1 * s.p2 > 1),
-    Choice("rows of images", VGG, _shared(("conv2d", "pool"), "halo"), shares=True),
+    Choice("rows of images", VGG, lambda layer, s: s.sequence == "halo" and not s.columns, shares=True),
+    Choice("columns and tiles of images", VGG, lambda layer, s: bool(s.columns), shares=True),
     Choice("batch norms of all samples", TOGETHER, lambda layer, s: layer.kind == "batch_norm" and s.p0 > 1),
     Choice("mixture: transformer", LLAMA, lambda layer, strategy: True, is_alone=False),
     Choice("mixture: half precision", LLAMA, lambda layer, strategy: True, is_alone=False, precision="mixed"),
@@ -174,6 +181,7 @@ def plan_of(choice: Choice, mesh: Mesh, seed: int = 0) -> PlanFile | None:
         strategies = {}
         for layer in stage.layers:
             offered = _offered(layer, sizes, micro_batch, stage.place(layer.name, "none"))
+            offered = [strategy for strategy in offered if stage.offers(layer.name, strategy)]
             chosen = [s for s in offered if choice.is_chosen(layer, s) and layer.name != ENTRY]
             if choice.is_alone:
                 fewest = min((len(s.words) for s in chosen), default=0)
@@ -198,5 +206,7 @@ def _offered(layer: Layer, sizes: tuple[int, ...], micro_batch: int, place: Plac
     if layer.name == ENTRY:
         offered = [data_parallel(sizes), Strategy(tuple((1, size, 1) for size in sizes))]
     else:
-        offered = list(enumerate_strategies(layer, sizes, choices=EVERYTHING, place=place))
+        every = enumerate_strategies(layer, sizes, choices=EVERYTHING, place=place)
+        fitting = [strategy for strategy in every if strategy.fits(layer, micro_batch)]
+        offered = [tiling for strategy in fitting for tiling in tilings(layer, strategy, micro_batch)]
     return [strategy for strategy in offered if strategy.fits(layer, micro_batch)]

@@ -55,15 +55,18 @@ def test_layers_without_a_product_have_no_p2():
 
 
 def test_convolutions_split_channels_and_rows():
-    """28 splits of 64 = 2^6 channels over 64 devices; up to 8 x 8 ranks share 8 x 8 pixels, none if the output lies elsewhere."""
+    """28 splits of 64 = 2^6 channels over 64 devices; up to 8 x 8 ranks share 8 x 8 pixels, none if the output lies elsewhere.
+
+    8 strips of 8 pixels have boundaries of 8, 4 x 2 tiles of 4 + 2; 4 x 4 tiles of 2 + 2, for 16 ranks; 8 x 4 of 2 + 1, and
+    8 x 8 of 1 + 1. From 4 x 2 tiles on strips have longer boundaries, or do not divide the image.
+    """
     wide = conv2d("c", (64, 8, 8), 64, kernel_size=3, padding=1)
     offered = list(enumerate_strategies(wide, (64,)))
     assert len({s.splits for s in offered}) == 28
     # p0 = 2^k has min(k, 3) numbers of ranks that share an image of 8 rows, with 7 - k splits of the rest.
     assert sum(bool(s.positions and not s.columns) for s in offered) == sum(min(k, 3) * (7 - k) for k in range(1, 7))
-    # 2^i ranks below each other, and 2^j side by side.
-    tiles = [sum(j > 0 and i + j <= k for i in range(4) for j in range(4)) for k in range(7)]
-    assert sum(bool(s.columns) for s in offered) == sum(tiles[k] * (7 - k) for k in range(7))
+    assert {s.tiles for s in offered if s.columns} == {(4, 2), (4, 4), (8, 4), (8, 8)}
+    assert sum(bool(s.columns) for s in offered) == sum((k - 2) * (7 - k) for k in range(3, 7))
     assert not any(s.positions for s in enumerate_strategies(conv2d("c", (64, 8, 8), 64, kernel_size=3), (64,)))
     assert {s.splits[0] for s in enumerate_strategies(conv2d("c", (3, 8, 8), 64, kernel_size=3, padding=1), (4,))} == {
         (4, 1, 1)

@@ -17,6 +17,8 @@ from autoddl.pipelines.joint.partition import ENTRY, chain_of
 from autoddl.planfile import PlanFile
 from autoddl.zoo.builtin import BuiltIn
 
+from .random_strategies import tilings
+
 __all__ = ["pipelined"]
 
 
@@ -32,10 +34,11 @@ def pipelined(
     seed: int = 1,
     choices: Choices = PLAIN,
     shares: bool = False,
+    tiles: bool = False,
 ) -> PlanFile:
     """A plan of stages of so many units; a random strategy for every role of a block, another one in the next stage.
 
-    With ``shares``, ranks may share samples, and do so in attention.
+    With ``shares``, ranks may share samples, and do so in attention; with ``tiles`` images in tiles side by side.
     """
     graph = model if isinstance(model, LayerGraph) else model.graph()
     rng = random.Random(seed)
@@ -54,10 +57,14 @@ def pipelined(
                 options = [Strategy(tuple((s, 1, 1) for s in sizes)), Strategy(tuple((1, s, 1) for s in sizes))]
             else:
                 place = graph_of_stage.place(layer.name, "none")
-                options = enumerate_strategies(layer, sizes, choices=choices, place=place)
+                options = [*enumerate_strategies(layer, sizes, choices=choices, place=place)]
             if shares:
                 options = [strategy for strategy in options if strategy.fits(layer, micro_batch)]
+                if tiles:
+                    options = [tiling for strategy in options for tiling in tilings(layer, strategy, micro_batch)]
+                options = [strategy for strategy in options if graph_of_stage.offers(layer.name, strategy)]
                 options = [strategy for strategy in options if strategy.positions] or options
+                options = [strategy for strategy in options if strategy.columns or not tiles] or options
             else:
                 options = [s for s in options if micro_batch // 2 % s.p0 == 0 and not s.positions]
             if choices != PLAIN and layer.parameters:

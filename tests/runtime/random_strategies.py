@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from math import prod
 
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.sharing import position_factors
 from autoddl.costmodel.strategy import PLAIN, Choices, Strategy, enumerate_strategies, transposed
 
-__all__ = ["random_strategies"]
+__all__ = ["random_strategies", "tilings"]
+
+
+def tilings(layer: Layer, strategy: Strategy, samples: int) -> Iterator[Strategy]:
+    """The strategy with every grid of tiles that the images of the layer divide into, if its ranks share so many samples.
+
+    A search is offered the grids with the shortest boundaries only.
+    """
+    if strategy.columns:
+        return
+    yield strategy
+    if not layer.is_image or strategy.p0 <= samples:
+        return
+    p0s = tuple(p0 for p0, _, _ in strategy.splits)
+    positions = next(one for one in position_factors(p0s) if prod(one) * samples == strategy.p0)
+    for columns in position_factors(positions):
+        way = strategy.sequence or "tiles"
+        tiled = replace(strategy, sequence=way, positions=positions, columns=columns)
+        if tiled.divides(layer):
+            yield tiled
 
 
 def random_strategies(

@@ -21,7 +21,7 @@ from autoddl.zoo.residual import resnet
 
 from . import test_exported, test_exported_pipelines
 from .pipeline_plans import pipelined
-from .random_strategies import random_strategies
+from .random_strategies import random_strategies, tilings
 from .test_applied import JOBS, Case, check_pass, cluster_of
 
 VGG = VGGSizes(11, image=32, classes=16, hidden=64)
@@ -38,10 +38,10 @@ def case_of(sizes, level_sizes, seed, samples=8, shares=False, across=1, choices
     strategies = random_strategies(graph, level_sizes, seed, choices=choices, samples=samples)
     for layer in graph.layers if shares else ():
         offered = [s for s in enumerate_strategies(layer, level_sizes) if s.fits(layer, samples)]
-        most = [s for s in offered if s.p0 == max(one.p0 for one in offered)]
-        if layer.is_image and most[0].p0 > samples:
-            tiled = [s for s in most if s.tiles[1] == across] if across else most
-            strategies[layer.name] = random.Random(f"{seed} {layer.name}").choice(tiled or most[:1])
+        most = max((s for s in offered if not s.columns), key=lambda s: s.p0)
+        if layer.is_image and most.p0 > samples:
+            tiled = [s for s in tilings(layer, most, samples) if across in (0, s.tiles[1])]
+            strategies[layer.name] = random.Random(f"{seed} {layer.name}").choice(tiled or [most])
     # Batch norms and largest elements amplify rounding errors.
     return Case(family, sizes, graph, strategies, Workload(samples, samples, "float64", **workload))
 
@@ -163,6 +163,7 @@ def images_in_a_pipeline(built_in, mesh, seed, **options):
 SMALL_VGG, SMALL_RESNET = BuiltIn("vgg", VGG), BuiltIn("resnet", replace(RESNET, image=128))
 #: From ranks that share images to others, to ranks with channels of whole images, and to a single rank.
 PIPELINES = {
+    "vgg's tiles on 2 x 2": lambda: images_in_a_pipeline(SMALL_VGG, StageMesh(1, 2), 2, micro_batch=1, tiles=True),
     "resnet on 2 x 2": lambda: images_in_a_pipeline(SMALL_RESNET, StageMesh(1, 2), 1, micro_batch=1),
     "vgg on 2 + 1": lambda: images_in_a_pipeline(
         SMALL_VGG, Division((StageMesh(1, 2), StageMesh(1, 1))), 3, micro_batch=1

@@ -11,10 +11,13 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.layerwork import Place, layer_work
 from autoddl.costmodel.pricing import PriceBook, edge_steps
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.partition import chain_of
+from autoddl.pipelines.runtime.stage.plan import StagePlan, check_stages
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import resnet, vgg
 from autoddl.zoo.layers import GraphBuilder, batch_norm, conv2d, pool
@@ -22,9 +25,9 @@ from autoddl.zoo.layers import GraphBuilder, batch_norm, conv2d, pool
 CHANNELS, SIDE = 8, 8
 
 
-def toy(synchronised):
+def toy(synchronised, width=SIDE):
     builder = GraphBuilder("toy", "image")
-    shape = (CHANNELS, SIDE, SIDE)
+    shape = (CHANNELS, SIDE, width)
     builder.chain(
         builder.add(conv2d("first", shape, CHANNELS, kernel_size=3, padding=1, epilogue=("relu",))),
         [
@@ -35,13 +38,13 @@ def toy(synchronised):
     return builder.build()
 
 
-def by_hand(levels, samples):
-    """All strategies of the convolutions and of the batch norm."""
+def by_hand(levels, samples, width=SIDE):
+    """All strategies of the first convolution, the batch norm, and the last convolution, whose output is half as long."""
     triples = [
         [t for t in product(range(1, size + 1), repeat=3) if prod(t) == size and CHANNELS % (t[1] * t[2]) == 0]
         for size in levels
     ]
-    of_convolutions, of_norms = [], []
+    of_first, of_norms, of_last = [], [], []
     for splits in product(*triples):
         p0, parts = prod(t[0] for t in splits), prod(t[1] * t[2] for t in splits)
         if CHANNELS % parts:
@@ -49,22 +52,25 @@ def by_hand(levels, samples):
         q = p0 // gcd(p0, samples)
         is_norm = all(t[2] == 1 for t in splits)
         if q == 1:
-            of_convolutions.append(Strategy(splits))
-            of_norms += [Strategy(splits)] * is_norm
+            for found in (of_first, of_last, *[of_norms] * is_norm):
+                found.append(Strategy(splits))
             continue
         if q * samples != p0:
             continue
         positions = innermost(q, [t[0] for t in splits])
-        # The output has half of the rows and columns.
-        for c in (c for c in range(1, q + 1) if q % c == 0 and SIDE // 2 % c == 0 and SIDE // 2 % (q // c) == 0):
-            columns = innermost(c, positions) if c > 1 else ()
-            if c == 1 or prod(columns) == c:
-                of_convolutions.append(Strategy(splits, sequence="halo", positions=positions, columns=columns))
-        for c in (c for c in range(1, q + 1) if q % c == 0 and SIDE % c == 0 and SIDE % (q // c) == 0) if is_norm else ():
-            columns = innermost(c, positions) if c > 1 else ()
-            tiles = {"sequence": "tiles", "positions": positions, "columns": columns} if c > 1 else {}
-            of_norms.append(Strategy(splits, **tiles))
-    return of_convolutions, of_norms
+        for found, shrinks in ((of_first, 1), (of_last, 2), *[(of_norms, 1)] * is_norm):
+            height, across = SIDE // shrinks, width // shrinks
+            grids = [(q // c, c) for c in range(1, q + 1) if q % c == 0 and height % (q // c) == 0 and across % c == 0]
+            shortest = min(
+                grids, key=lambda grid: ((grid[0] > 1) * across / grid[1] + (grid[1] > 1) * height / grid[0], grid[1])
+            )
+            for _, c in {shortest, *(grid for grid in grids if grid[1] == 1)}:
+                columns = innermost(c, positions) if c > 1 else ()
+                way = "tiles" if found is of_norms else "halo"
+                is_told = c > 1 or found is not of_norms
+                choices = {"sequence": way, "positions": positions, "columns": columns} if is_told else {}
+                found.append(Strategy(splits, **choices))
+    return of_first, of_norms, of_last
 
 
 def innermost(count, sizes):
@@ -78,21 +84,53 @@ def innermost(count, sizes):
 
 @pytest.mark.parametrize("synchronised", [False, True])
 @pytest.mark.parametrize("levels", [(2,), (4,), (2, 2)])
-@pytest.mark.parametrize("samples", [1, 2, 4])
-def test_plans_are_the_best_of_all(levels, samples, synchronised):
-    graph, cluster = (
-        toy(synchronised),
-        load_cluster("gcp-a100").resized(*((1, *levels) if len(levels) == 1 else levels)),
-    )
-    convolutions, norms = by_hand(levels, samples)
+@pytest.mark.parametrize("samples,width", [(1, SIDE), (2, SIDE), (4, SIDE), (1, 32), (1, 12), (2, 32)])
+def test_plans_are_the_best_of_all(levels, samples, width, synchronised):
+    cluster = load_cluster("gcp-a100").resized(*((1, *levels) if len(levels) == 1 else levels))
+    graph, (first, norms, last) = toy(synchronised, width), by_hand(levels, samples, width)
+    assert any(strategy.columns for strategy in first) == (width > SIDE and samples < prod(levels))
     workload = Workload(samples, samples, cluster.default_precision)
-    assert PriceBook(graph, cluster, workload).space_size(samples) == len(convolutions) ** 2 * len(norms)
+    assert PriceBook(graph, cluster, workload).space_size(samples) == len(first) * len(norms) * len(last)
     least = inf
-    for one, norm, other in product(convolutions, norms, convolutions):
+    for one, norm, other in product(first, norms, last):
         strategies = {"first": one, "norm": norm, "last": other}
         least = min(least, assess(graph, cluster, workload, strategies).step_s)
     planned = make_plan(graph, cluster, Options(batch=samples, micro_batch=samples, recompute=False))
     assert planned.optimal and planned.cost == pytest.approx(least, rel=1e-9)
+
+
+def test_a_large_image_is_cut_into_tiles():
+    """4 channels of 2048 x 2048 pixels on 4 nodes of 4: boundaries of strips are twice as long."""
+    builder, shape = GraphBuilder("large", "image"), (4, 2048, 2048)
+    layers = [conv2d(name, shape, 4, kernel_size=3, padding=1) for name in "abc"]
+    builder.chain(builder.add(layers[0]), [batch_norm("n", shape), *layers[1:]])
+    graph, cluster = builder.build(), load_cluster("gcp-a100").resized(4, 4)
+    planned = make_plan(graph, cluster, Options(batch=1, micro_batch=1, recompute=False))
+    assert planned.optimal and {strategy.tiles for strategy in planned.strategies.values()} == {(4, 4)}
+    strips = {
+        layer.name: Strategy(((4, 1, 1), (4, 1, 1)), sequence="halo", positions=(4, 4))
+        if layer.kind == "conv2d"
+        else Strategy(((4, 1, 1), (4, 1, 1)))
+        for layer in graph.layers
+    }
+    assert assess(graph, cluster, planned.workload, strips).step_s > planned.cost
+
+
+def test_images_leave_a_stage_as_rows():
+    layers = ["a", "b"]
+    builder, shape = GraphBuilder("large", "image"), (4, 64, 64)
+    convolutions = [conv2d(name, shape, 4, kernel_size=3, padding=1) for name in layers]
+    builder.chain(builder.add(convolutions[0]), convolutions[1:])
+    graph = builder.build()
+    tiles = Strategy(((4, 1, 1),), sequence="halo", positions=(4,), columns=(2,))
+    first, whole = chain_of(graph).stage(0, 1).graph, chain_of(graph).stage(0, 2).graph
+    assert whole.offers("a", tiles) and whole.offers("b", tiles) and not first.offers("a", tiles)
+    cluster = load_cluster("gcp-a100").resized(1, 4)
+    with pytest.raises(UserError, match="cross to another stage as rows"):
+        assess(first, cluster, Workload(1, 1, cluster.default_precision), {"a": tiles})
+    plans = [StagePlan({name: tiles}) for name in layers]
+    with pytest.raises(UserError, match="cross to another stage as rows"):
+        check_stages(graph, plans)
 
 
 def steps_of(layer, strategy, samples=4):
