@@ -2,8 +2,8 @@
 
 With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
 
-1.  **First plans.**  Trials by Megatron's rule (:mod:`.megatron_trials`) give a plan at once, which a search of its setting
-    improves, and trials of published recipes (:mod:`.recipe_trials`) another one.  Then the planner without pipelines
+1.  **First plans.**  Trials by Megatron's rule (:mod:`.megatron_trials`) give a plan at once, and trials of published recipes
+    (:mod:`.recipe_trials`) another one.  A search of its setting improves the better one.  Then the planner without pipelines
     (:mod:`autoddl.search.planner`) finds the best plan of one stage.  All are members of the joint space.  The best of them is the
     first incumbent, unless the user gives a better plan (:mod:`.start`).
 2.  **Early incumbent.**  The most promising settings of the space give a good plan early.
@@ -54,8 +54,8 @@ _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
 #: Share of the time limit for recipes.
 _SHARE_OF_RECIPES = 0.12
-#: Share of the time limit for the search near the best trial.
-_SHARE_NEAR_TRIAL = 0.08
+#: Share of the time limit for the search near the best trial or recipe.
+_SHARE_NEAR = 0.2
 #: Share of the time limit for the early incumbent of the whole space.
 _SHARE_OF_INCUMBENT = 0.1
 #: Share of the time limit for the least sufficient memory, if no plan fits.
@@ -107,9 +107,10 @@ def plan_jointly(
     if options.pipeline == "auto":
         trial = _trial(job)
         recipe = _recipe(job)
-        if trial is not None:
-            near_clock = Clock(_SHARE_NEAR_TRIAL * job.time_limit_s, job.stop)
-            near = improve_near(explorer, trial, options.base.micro_batch is None, near_clock, report)
+        known = min((plan for plan in (trial, recipe) if plan is not None), key=partial(_cost, job), default=None)
+        if known is not None:
+            near_clock = Clock(_SHARE_NEAR * job.time_limit_s, job.stop)
+            near = improve_near(explorer, known, options.base.micro_batch is None, near_clock, report)
     own = start.without_pipeline if start is not None and is_alone else None
     unpipelined, error = _plan_without_pipeline(job, own, trial is not None or recipe is not None)
     if options.pipeline != "auto":
