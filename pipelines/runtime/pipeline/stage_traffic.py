@@ -244,7 +244,9 @@ def gradient_sums(
             )
             key = (frozenset(sharing), axes, zero, strategy.hybrid)
             vectors[key] = vectors.get(key, 0.0) + shard
-            to_others += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
+            # Of a weight that other stages have too, each rank gets their sums for the elements that it updates.
+            updated = shard / prod(axis.size for axis in axes) if zero else shard
+            to_others += Sent(updated, 1) * ((len(sharing) - 1) * plan.num_ranks)
     inside: list[Step] = []
     for (_, axes, zero, hybrid), nbytes in vectors.items():
         num_slices = prod(axis.size for axis in axes)
