@@ -222,6 +222,23 @@ def test_best_pipelines_need_choices(kind: str, seed: int, words: set[str]) -> N
     judge(case)
 
 
+#: Seeds of problems whose best plan has the ends of a shared weight in two stages, and the stages of ZeRO that it has there.
+SHARED = ((0, (1, 1)), (150, (0, 1)), (215, (1, 1)), (305, (0, 1)))
+
+
+@pytest.mark.parametrize(("seed", "zeros"), SHARED)
+def test_stages_divide_the_states_of_a_weight_that_they_share(seed: int, zeros: tuple[int, int]) -> None:
+    """Both of the stages, or one of them."""
+    instance = random_choices(random.Random(seed), "shared weights")
+    brute = BruteForce(instance.job)
+    case = solve(instance, brute, brute.best())
+    assert case.best is not None
+    homes = [next(one for one in case.best.stages if name in one.strategies) for name in brute.stages.tie]
+    assert homes[0] is not homes[1]
+    assert tuple(home.strategies[name].zero for home, name in zip(homes, brute.stages.tie)) == zeros
+    judge(case)
+
+
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_random_choices_cost_what_is_evaluated(kind: str) -> None:
     """Configurations of any schedules, cuts and ways that no others dominate."""

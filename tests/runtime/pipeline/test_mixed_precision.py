@@ -13,6 +13,7 @@ import pytest
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines import generate
+from autoddl.pipelines.joint import chain_of
 from autoddl.pipelines.runtime.pipeline.actions import Agree, Update
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.stage.plan import StagePlan
@@ -114,6 +115,27 @@ def test_a_rank_keeps_the_bytes_that_are_priced(ranks, zero):
         assert sum(found.values()) == priced
         if not zero:
             assert found["masters"] == 2 * found["copies"] == 2 * found["gradients"] == found["states"] / 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_stages_keep_the_bytes_that_are_priced_of_a_weight_that_they_share(ranks, name):
+    """Each stage divides the masters and states of its copy over its two ranks; in Chimera a rank has both stages."""
+    graph, priced = gpt(GPT), []
+    halves = cut_layers(graph, ["h.1"])
+    stages = [divided(half, graph, (2,), 1, False, "none") for half in halves]
+    schedule = generate(name, num_stages=2, num_micro_batches=2, width=2)
+    workload = Workload(8, 4, "mixed-cpu", "adam")
+    for number, stage in enumerate(stages):
+        layers = chain_of(graph).stage(number, number + 1)
+        assert all(stage.strategies[layer.name].zero == 1 for layer in layers.layers if layer.num_parameters)
+        works = [
+            layer_work(layer, stage.strategies[layer.name], workload, 4, layers.graph.place(layer.name, "none"))
+            for layer in layers.layers
+        ]
+        priced.append(sum(work.state_bytes for work in works))
+    case = gpt_case(schedule, stages, optimizer=("Adam", 0.01))
+    for rank, found in enumerate(ranks(4).run(f"{JOBS}:state_bytes", case, timeout_s=TIMEOUT_S)):
+        assert sum(found.values()) == (sum(priced) if name == "chimera" else priced[rank // 2])
 
 
 def test_products_and_statistics_have_their_types(ranks):
