@@ -10,9 +10,9 @@ bandwidth beta of messages on a network level (inside or between nodes; :meth:`a
 **All-reduces.**  Gradients that several workers hold (replicas of bidirectional schedules, shared embeddings) are also reduced over
 these workers: reduce-scatter inside each worker, all-reduce between the workers, all-gather inside each worker.
 
-**Weights that two stages share.**  Each stage first sums its own gradient over its devices and replicas.  Then every device receives
-the other stage's sum for the elements that it updates: its part of the weight, or its shard of the part if the devices divide the
-optimizer states (ZeRO 1).  This is priced as an all-reduce over the two workers, of the greater number of bytes.
+**Weights that two stages share.**  Each stage first sums its own gradient over its devices and replicas.  Then every device
+receives the other stage's sum for the elements that it updates: its part of the weight, or its shard of the part if the devices
+divide the optimizer states (ZeRO 1).  This is priced as an all-reduce over the two workers, of the greater number of bytes.
 """
 
 from __future__ import annotations

@@ -263,6 +263,32 @@ def test_random_choices_cost_what_is_evaluated(kind: str) -> None:
     check()
 
 
+@pytest.mark.parametrize(
+    ("zero", "shares", "words"),
+    [
+        (0, True, ""),
+        (1, True, ""),
+        (2, False, "ZeRO 2 (without schedules that split or halve backward passes), "),
+        (3, True, "ZeRO 3 (1 of weights that layers share; without schedules that split or halve backward passes), "),
+        ("auto", False, "ZeRO 0 to 3 for every layer (at most 1 where backward passes are split or halved), "),
+        (
+            "auto",
+            True,
+            "ZeRO 0 to 3 for every layer (at most 1 of weights that layers share, and where backward passes are split or halved), ",
+        ),
+    ],
+)
+def test_certificate_says_what_is_divided(zero: int | str, shares: bool, words: str) -> None:
+    """And what cannot be."""
+    machine = Machine(1, 2, ((0.0, 1e9), (0.0, 1e10)), flops=1e10, memory_bandwidth=1e11, launch_s=0.0)
+    instance = Instance(tied(16, 16) if shares else (16, 16, 16), machine, 4, 2, recompute=False, zero=zero)
+    considered = plan_jointly(instance.graph, machine.cluster, instance.options(UNLIMITED)).considered
+    assert (
+        considered is not None
+        and f"without Summa meshes (summa=True includes them), {words}one choice" in considered.space
+    )
+
+
 # ---- Faults that brute force has found -----------------------------------------------------------------------------------
 
 

@@ -30,12 +30,17 @@ TOO_LARGE, SAFE = 2.0**134, 2.0**20
 FEW_FAMILIES = [("1f1b", {}), ("chimera", {}), ("zero-bubble", {}), ("pipedream-2bw", {}), ("pipedream", {})]
 
 
-def two_stage_gpt(name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+def two_stage_gpt(name: str, options: dict[str, Any], divides_states: bool = False, **more: Any) -> dict[str, Any]:
     """A GPT whose weights are shared by the first and the last stage, unless the schedule is asynchronous."""
     schedule = generate(name, num_stages=2, num_micro_batches=4, width=2, **options)
     sizes = GPT if schedule.is_synchronous else replace(GPT, tied=False)
     rng = random.Random(3)
-    stages = [random_plan(layers, 2, 2, rng) for layers in cut_layers(gpt(sizes), ["h.1"])]
+    graph = gpt(sizes)
+    halves = cut_layers(graph, ["h.1"])
+    if divides_states:
+        stages = [divided(half, graph, (2,), 1, False, "none") for half in halves]
+    else:
+        stages = [random_plan(half, 2, 2, rng) for half in halves]
     return gpt_case(schedule, stages, sizes, optimizer=("Adam", 0.01), **more)
 
 
@@ -46,10 +51,13 @@ def one_stage_gpt(**more: Any) -> dict[str, Any]:
     return gpt_case(schedule, [stage], sizes, optimizer=("Adam", 0.01), num_micro_batches=2, **more)
 
 
-@pytest.mark.parametrize(("name", "options"), FEW_FAMILIES)
-def test_steps_that_overflow_are_skipped_by_all_ranks(ranks, name, options):
+@pytest.mark.parametrize(
+    ("name", "options", "divides_states"),
+    [*((name, options, False) for name, options in FEW_FAMILIES), ("1f1b", {}, True), ("chimera", {}, True)],
+)
+def test_steps_that_overflow_are_skipped_by_all_ranks(ranks, name, options, divides_states):
     """With the same data in every run, training whose first run is skipped comes to the same weights, bit by bit."""
-    case = two_stage_gpt(name, options, same=True)
+    case = two_stage_gpt(name, options, divides_states, same=True)
     num_updates = case["schedule"].num_updates
     skipping = ranks(4).run(f"{JOBS}:train", case, [TOO_LARGE, SAFE, SAFE], timeout_s=TIMEOUT_S)
     others = ranks(4).run(f"{JOBS}:train", case, [SAFE, SAFE], timeout_s=TIMEOUT_S)

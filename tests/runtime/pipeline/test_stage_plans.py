@@ -250,8 +250,8 @@ def test_stages_must_fit_the_graph():
     st.randoms(use_true_random=False),
 )
 def test_every_element_of_a_shared_weight_is_sent_once(num_sources, num_destinations, generator):
-    """An embedding and an output projection with any strategies: each rank receives every element that it updates exactly once, from
-    a rank that has its sum. Shards (ZeRO 1) end inside of rows, and the last ones may be padded, or empty."""
+    """An embedding and an output projection with any strategies: each rank receives every element that it updates exactly once,
+    from a rank that has its sum. Shards (ZeRO 1) end inside of rows, and the last ones may be padded, or empty."""
     graph = gpt(replace(GPT, width=24, vocabulary=48))
     divisions = Choices((0, 1))
     layouts = []
