@@ -92,7 +92,7 @@ def test_transformers_with_shared_weights(ranks, recompute):
 
 
 def test_stages_divide_the_states_of_a_weight_that_they_share(ranks):
-    """Three runs of every synchronous schedule; the table's shards end inside of its rows if three ranks divide it."""
+    """Runs of every synchronous schedule; the table's shards end inside of its rows if three ranks divide it. It may be frozen."""
     cases = []
     for name, options in FAMILIES:
         schedule = generate(name, num_stages=2, num_micro_batches=4, width=2, **options)
@@ -110,6 +110,7 @@ def test_stages_divide_the_states_of_a_weight_that_they_share(ranks):
         schedule = generate("1f1b", num_stages=2, num_micro_batches=2, width=widths)
         stages = [divided(half, graph, (width,), 1, False, "none") for half, width in zip(halves, widths)]
         cases.append(gpt_case(schedule, stages, rows=6, runs=3))
+        cases.append(gpt_case(schedule, stages, rows=6, runs=2, frozen=("wte",)))
     check_synchronous(ranks, cases)
 
 
