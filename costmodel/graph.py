@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -262,11 +262,11 @@ def places_of(
     by_name = {layer.name: layer for layer in layers}
     fed = {target for _, target in edges}
     feeding_loss = {source for source, target in edges if kind_of(by_name[target].kind).is_loss}
-    largest_zero = _largest_zeros((layers if whole is None else whole.layers), by_name)
+    tied = _tied_layers(layers if whole is None else whole.layers)
     begun: set[tuple[str, int]] = set()
     places = []
     for layer in layers:
-        zero = largest_zero.get(layer.name, 3)
+        zero = 1 if layer.name in tied else 3
         key = (layer.block, layer.block_index)
         if whole is not None and layer.name in whole:
             is_recomputed = whole.place(layer.name, "none").is_recomputed
@@ -289,16 +289,15 @@ def places_of(
     return tuple(places)
 
 
-def _largest_zeros(layers: Sequence[Layer], inside: Container[str]) -> dict[str, int]:
-    """`Place.largest_zero` of the layers of a model that share a weight, if ``inside`` are those of one stage."""
-    largest: dict[str, int] = {}
-    for layer in layers:
-        for parameter in layer.parameters:
-            if parameter.tied_to is not None:
-                both = (layer.name, parameter.tied_to)
-                limit = 1 if all(name in inside for name in both) else 0
-                largest.update((name, min(limit, largest.get(name, 1))) for name in both)
-    return largest
+def _tied_layers(layers: Sequence[Layer]) -> set[str]:
+    """Return the names of the layers that share a weight with another layer."""
+    return {
+        name
+        for layer in layers
+        for parameter in layer.parameters
+        if parameter.tied_to is not None
+        for name in (layer.name, parameter.tied_to)
+    }
 
 
 def _layer_document(layer: Layer) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Place:
         begins_block: Whether it is the first layer of a repetition of a block that recomputation runs again.
         repetitions: Number of repetitions of its block in the graph that recomputation runs again; 0 outside of them.
         largest_zero: The most that the layer's parameters can be divided (ZeRO, :mod:`.strategy`): 1 if it shares a weight with
-            another layer of the graph, 0 with a layer outside of it, otherwise 3.
+            another layer of the model, of its stage or of another one, otherwise 3.
     """
 
     is_first: bool = False
@@ -174,13 +174,14 @@ class Layer:
 def zero_of(layer: Layer, zero: int, place: Place, floor: int = 0) -> int:
     """The stage of ZeRO that a layer has if ``zero`` is wanted: as much as its kind and weights that layers share allow.
 
-    If the workload wants a stage of all layers (``floor``), the states of weights that stages share are divided, too, as
-    Megatron-LM and DeepSpeed do; that is priced, but not executed.
+    Args:
+        layer: The layer.
+        zero: The stage that its strategy has.
+        place: The place of the layer in its graph.
+        floor: The stage that the workload wants of all layers.
 
     >>> from .kinds.norm import norm
     >>> zero_of(norm("norm", 4, 8), 3, Place())
     2
     """
-    return min(
-        max(zero, floor), max(place.largest_zero, min(floor, 1)), 3 if kind_of(layer.kind).gathers_weights else 2
-    )
+    return min(max(zero, floor), place.largest_zero, 3 if kind_of(layer.kind).gathers_weights else 2)

@@ -80,6 +80,7 @@ class LayerWork:
         held_bytes: the part of ``state_bytes`` that is gathered weights, which exist while one block is recomputed, divided by the
             number of blocks.
         gradient_bytes: bytes of the gradients of a device's part of the parameters, before they are divided.
+        updated_gradient_bytes: bytes of the gradients of the parameters that a device updates: its part, or its shard of the part.
         zero: what the devices with the same parameters divide, 0 to 3.
     """
 
@@ -97,6 +98,7 @@ class LayerWork:
     overlaps: bool = False
     held_bytes: Number = 0.0
     gradient_bytes: Number = 0.0
+    updated_gradient_bytes: Number = 0.0
     zero: int = 0
 
 
@@ -138,6 +140,7 @@ def layer_work(
     passes["backward"] = (*shares.backward, *passes["backward"])
     passes["buffer_bytes"] = passes["buffer_bytes"] + shares.buffer_bytes
     own = layer.num_parameters / quantities.parameter_parts
+    gradient_bytes = own * workload.gradient_itemsize
     return LayerWork(
         **passes,
         overlaps=workload.overlap == "all" and kind.is_matmul,
@@ -148,7 +151,8 @@ def layer_work(
         parameter_bytes=shares.parameter_bytes,
         state_bytes=shares.state_bytes,
         held_bytes=shares.held_bytes,
-        gradient_bytes=own * workload.gradient_itemsize,
+        gradient_bytes=gradient_bytes,
+        updated_gradient_bytes=gradient_bytes / shares.num_updating,
         zero=shares.zero,
     )
 

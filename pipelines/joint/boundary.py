@@ -7,8 +7,12 @@ bandwidth beta of messages on a network level (inside or between nodes; :meth:`a
 
     transfer = max over ranks, levels and {send, receive} of  [ alpha * messages of the rank + beta * bytes of the rank ]
 
-**All-reduces.**  Gradients that several workers hold (replicas of bidirectional schedules, shared embeddings) are also reduced over
-these workers: reduce-scatter inside each worker, all-reduce between the workers, all-gather inside each worker.
+**All-reduces.**  Gradients that several workers hold (replicas of bidirectional schedules) are also reduced over these workers:
+reduce-scatter inside each worker, all-reduce between the workers, all-gather inside each worker.
+
+**Weights that two stages share.**  Each stage first sums its own gradient over its devices and replicas.  Then every device
+receives the other stage's sum for the elements that it updates: its part of the weight, or its shard of the part if the devices
+divide the optimizer states (ZeRO 1).  This is priced as an all-reduce over the two workers, of the greater number of bytes.
 """
 
 from __future__ import annotations
@@ -171,7 +175,7 @@ def shared_steps(
             workers = (schedule.placement[0][s], schedule.placement[0][other])
             if workers[0] == workers[1]:
                 continue
-            nbytes = max(figures[name].work.gradient_bytes for name in (here, there))
+            nbytes = max(figures[name].work.updated_gradient_bytes for name in (here, there))
             yield s, workers, Step(Collective.ALL_REDUCE, Axis(2, 1), nbytes)
 
 

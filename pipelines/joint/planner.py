@@ -28,6 +28,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, NO_PIPELINE
 from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
 from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
+from autoddl.search.options import AUTO
 from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, StartPlan, make_plan
 
 from ..planners import Clock
@@ -319,7 +320,7 @@ def _considered(job: PlanningJob, explored: Explored, explorer: Explorer, unpipe
     return Considered(
         space=f"{devices} (bidirectional schedules: equal); {schedules} of up to {MAX_PASSES:,} passes, {sizes}, "
         f"every cut, recomputation {recomputations}, exact SBP inside each stage (of whole samples where passes are halved)"
-        f"{summa}, {tied}",
+        f"{summa}, {_zero_text(job)}{tied}",
         configurations=explored.num_configurations + num_unpipelined,
         settings=explored.num_settings + num_unpipelined,
         ruled_out_by_memory=explored.num_impossible,
@@ -327,6 +328,21 @@ def _considered(job: PlanningJob, explored: Explored, explorer: Explorer, unpipe
         simulated=explored.num_simulated,
         stage_searches=explorer.num_searches,
     )
+
+
+def _zero_text(job: PlanningJob) -> str:
+    """The stages of ZeRO in the space, and what is left out of them; empty if all layers divide the same."""
+    floor = job.options.base.zero
+    shared = "of weights that layers share" if job.chain.shares_weights else ""
+    if floor == AUTO:
+        if not any(job.pricing.choices.shardings):
+            return "no ZeRO in pipelines, "
+        at_most = f"{shared}, and " if shared else ""
+        return f"ZeRO 0 to 3 for every layer (at most 1 {at_most}where backward passes are split or halved), "
+    if floor in (0, 1):
+        return ""
+    at_most = f"1 {shared}; " if shared else ""
+    return f"ZeRO {floor} ({at_most}without schedules that split or halve backward passes), "
 
 
 def _least_memory(job: PlanningJob, explorer: Explorer) -> tuple[float, bool]:

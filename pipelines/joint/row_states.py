@@ -22,7 +22,8 @@ class Extensions:
         row: Index of the row in its arc; -1 if the rows of the arc are not loaded.
         costs: Value in every bound, with the least transfers over the boundary behind the stage; shape (extensions, bounds).
         memory, buffer: Resident bytes, and bytes of the largest buffer.
-        shared: Bytes of the gradients of the stage's shared weights, shape (extensions, shared weights of the stage).
+        shared: Bytes of the gradients of the stage's shared weights that a device updates, shape (extensions, shared weights of the
+            stage).
         entry, exit: Numbers of the layouts at both sides; -1 if they do not matter.
     """
 

@@ -35,7 +35,7 @@ __all__ = ["COMPONENTS", "MEMORY", "Pricing", "Replicas", "StageTable", "StageTa
 #: Components of a stage's vector: seconds of one forward pass and of one backward pass of a micro-batch; seconds per step of the
 #: gradient all-reduce, of which only the least part counts that no backward pass hides, and of the optimizer step; bytes of state,
 #: bytes that one micro-batch keeps for its backward pass, bytes of the activations of the block that is recomputed.  Further
-#: components follow for each weight that is shared with another stage: the bytes of its gradient in this stage.
+#: components follow for each weight that is shared with another stage: the bytes of its gradient that a device updates.
 COMPONENTS = ("forward", "backward", "gradient", "state", "kept", "recomputed")
 #: The components that add up to the resident bytes, each times a factor.
 MEMORY = slice(3, 6)
@@ -266,16 +266,23 @@ class StageTables:
         )
 
     def _shared_bytes(self, stage: StageGraph, variable: Variable) -> list[np.ndarray]:
-        """For each weight that the stage shares with another one, its gradient bytes for every option of a variable; 0 if the
-        weight belongs to another variable."""
+        """For each weight that the stage shares with another one, the gradient bytes that a device updates for every option of a
+        variable; 0 if the weight belongs to another variable."""
         columns = []
         for name, _ in stage.shared:
             nbytes = np.zeros(len(variable.options))
             if name in variable.layers:
-                strategies = (variable.strategy(name, option) for option in range(len(nbytes)))
-                nbytes += gradient_bytes(stage.graph[name], strategies, self.workload)
+                strategies = [variable.strategy(name, option) for option in range(len(nbytes))]
+                updating = [s.copies if self._divides(stage, name, s) else 1 for s in strategies]
+                nbytes += gradient_bytes(stage.graph[name], strategies, self.workload) / updating
             columns.append(nbytes)
         return columns
+
+    def _divides(self, stage: StageGraph, name: str, strategy: Strategy) -> bool:
+        """Whether a strategy of a layer divides its optimizer states (ZeRO)."""
+        place = stage.graph.place(name, "none")
+        zero = zero_of(stage.graph[name], strategy.zero, place, self.workload.zero)
+        return not strategy.summa and strategy.copies > 1 and zero > 0
 
     def replicated(self, stage: StageGraph, variable: Variable, replicas: Replicas, alone: np.ndarray) -> np.ndarray:
         """Seconds per step of the gradient all-reduces of a variable's layers, inside a worker and over all workers that hold the
@@ -287,16 +294,7 @@ class StageTables:
             replicas: The workers that hold it.
             alone: The seconds if one worker held it; of options that divide states they are the seconds inside each worker.
         """
-        first = stage.graph[variable.layers[0]]
-        floor = self.workload.zero
-        is_divided = np.array(
-            [
-                not s.summa
-                and s.copies > 1
-                and zero_of(first, s.zero, stage.graph.place(first.name, "none"), floor) > 0
-                for s in variable.options
-            ]
-        )
+        is_divided = np.array([self._divides(stage, variable.layers[0], option) for option in variable.options])
         total = np.where(is_divided, alone, 0.0)
         for name in variable.layers:
             layer = stage.graph[name]

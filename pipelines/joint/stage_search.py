@@ -118,7 +118,7 @@ class StageFront:
         times: Seconds of the forward pass, one backward pass, the recomputation and the gradient all-reduce; shape (rows, 4).
         memory: Resident bytes per device; shape (rows,).
         buffer: Bytes of the largest buffer per device; shape (rows,).
-        shared: Gradient bytes of each weight that is shared with another stage; shape (rows, weights).
+        shared: Gradient bytes that a device updates of each weight that is shared with another stage; shape (rows, weights).
         entry: Class of the layout in which the stage needs its input; -1 for the first stage, which reads the data; shape (rows,).
         exit: Class of the layout in which the stage leaves its output; shape (rows,).
         origin: The rows in groups of (table, way of recomputation, option of each variable, shape (rows, variables)).

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autoddl.costmodel.strategy import Choices
 from autoddl.export.oneflow import oneflow_text
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.meshes import Division, StageMesh
@@ -24,6 +25,8 @@ from .test_exported import BERT, DIVIDED, GPT, LLAMA, MODELS, extracted, run_scr
 
 JOBS = Path(__file__).with_name("exported_pipeline_jobs.py")
 PAIR = StageMesh(1, 2)
+#: Optimizer states are divided (ZeRO 1), of whatever has copies.
+STATES = Choices((1,))
 MLP = BuiltIn("mlp", MLPSizes((64, 128, 96, 64, 32)))
 
 
@@ -97,6 +100,9 @@ SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
             seed=5,
         ),
     ),
+    # Stages divide the states of the weight that they share.
+    "1f1b, shared": (gpt(), lambda m: pipelined(m, schedule("1f1b", 2, policy="A"), (1, 1), PAIR, choices=STATES)),
+    "chimera, shared": (gpt(), lambda m: pipelined(m, chimera(2), (1, 1), PAIR, choices=STATES)),
     "chimera, divided": (llama(2), lambda m: pipelined(m, chimera(2), (1, 1), PAIR, choices=DIVIDED, seed=6)),
     # Passes of several micro-batches at once, or of halves.
     "chimera, pairs": (

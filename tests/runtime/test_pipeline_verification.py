@@ -28,7 +28,7 @@ from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
 from autoddl.pipelines.runtime.stage.plan import check_stages
-from autoddl.planfile import PlanFile, unpipelined_plan
+from autoddl.planfile import PlanFile, load_plan, unpipelined_plan
 from autoddl.search import solve
 from autoddl.search.baselines import baselines
 from autoddl.staging import schedule_of_plan, stage_plans
@@ -131,6 +131,11 @@ def sent_by(found: Verification) -> list[Sent]:
     return [run, *(Sent(n, p.sent_bytes, p.predicted_bytes, num_readings=0) for n, p in split.phases.items())]
 
 
+def sent_in_a_run(found: Verification) -> list[Sent]:
+    """Of a run."""
+    return [Sent("a run", found.step.sent_bytes, found.step.predicted_bytes, num_readings=0)]
+
+
 def test_exchanges_inside_a_stage_are_verified(counted_ranks):
     """In the stage of six ranks p0 goes from 1 to 3 and back: unequal pieces, whose bytes are counted on the wire."""
     built_in = BuiltIn("mlp", MLPSizes((48, 96, 144, 96, 24)))
@@ -186,10 +191,7 @@ def test_asynchronous_schedules_equal_one_device_with_their_delays(counted_ranks
     assert found.faults == () and found.gradient_step == 3
     assert "those of stale weights" in str(verification_text(found))
 
-    def sent_by(found: Verification) -> list[Sent]:
-        return [Sent("a run", found.step.sent_bytes, found.step.predicted_bytes, num_readings=0)]
-
-    check_sent(4, sent_by(found), lambda: sent_by(verify(plan, 4, pool=counted_ranks(4))))
+    check_sent(4, sent_in_a_run(found), lambda: sent_in_a_run(verify(plan, 4, pool=counted_ranks(4))))
 
 
 def test_a_schedule_that_updates_after_each_micro_batch_is_verified_after_whole_runs(counted_ranks):
@@ -217,6 +219,28 @@ def test_every_rank_runs_the_steps_of_its_schedule(counted_ranks, name):
     assert found.faults == ()
     parts = sum(stage.inside_bytes + stage.gradient_bytes for stage in found.stages)
     assert found.step.predicted_bytes == pytest.approx(parts + found.between.predicted_bytes + 4 * 6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero"), [("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero-bubble", 1), ("chimera", 1)]
+)
+def test_stages_that_divide_a_weight_that_they_share_are_verified(counted_ranks, tmp_path, schedule, zero):
+    """The workload's stage of ZeRO holds for all layers, as far as they can have it: for the shared weight it is 1 at most."""
+    plan = autoddl.price(
+        "gpt:2x64",
+        **{"heads": 4, "sequence": 16, "vocabulary": 256, "cluster": "dgx-a100", "nodes": 1, "devices_per_node": 4},
+        **{"tp": 1, "pp": 2, "dp": 2, "batch": 8, "micro_batch": 2, "schedule": schedule, "zero": zero},
+    )
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.evaluation.step_s == plan.step_s
+    first, last = stage_plans(loaded)
+    assert first.strategies["wte"].zero == last.strategies["lm_head"].zero == 1
+    assert first.strategies["h.0.mlp.c_fc"].zero == last.strategies["h.1.mlp.c_fc"].zero == zero
+    found = verify(loaded, 4, pool=counted_ranks(4))
+    assert found.faults == () and found.is_right
+    assert "wte.weight" in {check.name for check in found.gradients}
+    check_sent(4, sent_in_a_run(found), lambda: sent_in_a_run(verify(loaded, 4, pool=counted_ranks(4))))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -396,10 +396,19 @@ class ParameterLayout:
         own = self.take(value, rank)
         if not self.zero:
             return own
-        length = self.shard_length * prod(axis.size for axis in self.reduced)
-        padded = np.zeros(length, own.dtype)
-        padded[: own.size] = own.reshape(-1)
-        return padded[scattered(all_indices(length, self.num_ranks), self.reduced)[rank]]
+        held = own.reshape(-1)[self.shard(rank)]
+        padded = np.zeros(self.shard_length, own.dtype)
+        padded[: held.size] = held
+        return padded
+
+    def shard(self, rank: int) -> slice:
+        """Return the elements of its part, as a vector, that ``rank`` stores: all, or those of its shard without padding."""
+        size = prod(self.local_shape())
+        if not self.zero:
+            return slice(0, size)
+        num_shards = prod(axis.size for axis in self.reduced)
+        (number,) = scattered(all_indices(num_shards, self.num_ranks), self.reduced)[rank].tolist()
+        return slice(min(number * self.shard_length, size), min((number + 1) * self.shard_length, size))
 
     def take(self, value: np.ndarray, rank: int) -> np.ndarray:
         """Return the part of the logical ``value`` that ``rank`` holds."""

@@ -6,7 +6,9 @@ The gradient of a weight is summed in up to three steps:
 2. Between the replicas of the stage, if several pipelines contain it. The gradient is reduce-scattered inside each replica, the
    shards are all-reduced between the replicas, and the result is gathered inside each replica.
 3. Between stages that share the weight (tied weights). The stages of each pipeline send each other their sums; a rank receives the
-   elements that it holds itself (`shared_weights`).
+   elements that it updates itself (`shared_weights`).
+
+If the ranks of a stage divide a weight's states (ZeRO), step 1 is a reduce-scatter, and the later steps sum shards.
 """
 
 from __future__ import annotations
@@ -233,14 +235,14 @@ class GradientSums:
         """
         values, backend = vector.numpy(), self._ranks.backend
         shards = {
-            (stage, weight.sources): values[start : start + weight.size].reshape(weight.layout.local_shape())
+            (stage, weight.sources): values[start : start + weight.size]
             for stage, weight, start in self._positions(action)
         }
         # Sums of other stages, for the elements of this rank's shards: by (source stage, destination stage, sources).
         received: dict[tuple[int, int, Sources], np.ndarray] = {}
         for source_stage, destination_stage, sources, source, destination, piece in self._messages[action.stages]:
             if self._rank == source:
-                elements = shards[source_stage, sources][np.ix_(*piece.source_places)]
+                elements = piece.source_places.take(shards[source_stage, sources])
                 if source != destination:
                     transport.send_sum(backend.tensor(np.ascontiguousarray(elements), vector.dtype), destination)
             if self._rank == destination:
@@ -248,10 +250,10 @@ class GradientSums:
                     elements = transport.receive_sum(piece.shape, vector.dtype, source).numpy()
                 shard = shards[destination_stage, sources]
                 part = received.setdefault((source_stage, destination_stage, sources), np.zeros_like(shard))
-                part[np.ix_(*piece.destination_places)] = elements
+                piece.destination_places.put(part, elements)
         sums = []
         for (stage, sources), shard in shards.items():
             # All ranks add in the order of the stages, so that all of them get bitwise the same sum.
             terms = [shard if other == stage else received[other, stage, sources] for other in action.stages]
-            sums.append(sum(terms[1:], terms[0]).reshape(-1))
+            sums.append(sum(terms[1:], terms[0]))
         return backend.tensor(np.concatenate(sums), vector.dtype)

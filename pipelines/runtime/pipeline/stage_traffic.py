@@ -207,6 +207,7 @@ def gradient_sums(
     """Return the traffic of the gradient sums of one replica of a stage, for one update.
 
     Gradients that are summed over the same axes, of weights that the same stages share, are concatenated and summed as one vector.
+    Weights that are divided along the same axes are gathered as one vector, whatever stages share them.
 
     Args:
         graph: Layer graph of the model.
@@ -244,15 +245,18 @@ def gradient_sums(
             )
             key = (frozenset(sharing), axes, zero, strategy.hybrid)
             vectors[key] = vectors.get(key, 0.0) + shard
-            to_others += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
+            # Of a weight that other stages have too, each rank gets their sums for the elements that it updates.
+            updated = shard / prod(axis.size for axis in axes) if zero else shard
+            to_others += Sent(updated, 1) * ((len(sharing) - 1) * plan.num_ranks)
     inside: list[Step] = []
+    # Bytes of the weights that are gathered together after the update.
+    divided: dict[tuple[tuple[Axis, ...], int, bool], float] = {}
     for (_, axes, zero, hybrid), nbytes in vectors.items():
         num_slices = prod(axis.size for axis in axes)
         if zero:
             inner, outer = shard_axes(axes, hybrid) if zero > 1 else ((), axes)
-            part = nbytes / prod(axis.size for axis in inner)
-            inside += scatter_steps(outer, part)
-            inside += gather_steps(outer, part) if zero == 3 else gather_steps(axes, nbytes)
+            inside += scatter_steps(outer, nbytes / prod(axis.size for axis in inner))
+            divided[axes, zero, hybrid] = divided.get((axes, zero, hybrid), 0.0) + nbytes
         elif num_replicas == 1:
             inside += all_reduce_steps(axes, nbytes)
         else:
@@ -261,6 +265,11 @@ def gradient_sums(
         if num_replicas == 1:
             continue
         to_others += _sent_by_stage([Step(Collective.ALL_REDUCE, Axis(num_replicas, 1), nbytes / num_slices)], plan)
+    for (axes, zero, hybrid), nbytes in divided.items():
+        if zero == 3:  # each layer gathers the rest
+            inner, axes = shard_axes(axes, hybrid)
+            nbytes /= prod(axis.size for axis in inner)
+        inside += gather_steps(axes, nbytes)
     return tuple(inside), to_others
 
 

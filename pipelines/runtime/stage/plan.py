@@ -8,7 +8,7 @@ layout, it is redistributed there, as between any two layers of a plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -86,19 +86,18 @@ def stage_plan(
     if not workload.zero:
         return plan
     places = plan.places(graph)
-    shared = next((name for name in strategies if places[name].largest_zero == 0), None)
-    if shared is not None:
-        raise UserError(
-            f"{graph[shared].describe()} shares a weight with another stage; that its optimizer states are divided by "
-            f"zero={workload.zero} is priced, but not executed on ranks; plan with zero='auto'"
-        )
     divided = {
         name: strategy
-        if strategy.summa or strategy.copies == 1 or not graph[name].num_parameters
+        if strategy.summa or strategy.copies == 1 or not _has_weights(graph[name], strategies)
         else dataclasses.replace(strategy, zero=zero_of(graph[name], strategy.zero, places[name], workload.zero))
         for name, strategy in strategies.items()
     }
     return dataclasses.replace(plan, strategies=divided)
+
+
+def _has_weights(layer: Layer, inside: Container[str]) -> bool:
+    """Return whether a layer of a stage has weights that no earlier layer of the stage has; ``inside`` are the stage's layers."""
+    return any(parameter.tied_to is None or parameter.tied_to not in inside for parameter in layer.parameters)
 
 
 def check_stages(graph: LayerGraph, stages: Sequence[StagePlan]) -> None:

@@ -278,7 +278,7 @@ class Stages:
                 backward + sum(map(devices.time, shares.backward)),
                 self._once(layer, strategy, shares, home),
                 update,
-                shares.gradient_bytes if name in self.tie else 0.0,
+                shares.gradient_bytes / (shares.slices if strategy.zero else 1) if name in self.tie else 0.0,
                 shares.state_bytes,
                 kept,
                 block,
@@ -363,7 +363,7 @@ class Stages:
             owner[layer.name] = key
             groups.setdefault(key, []).append(layer)
         first_block = min((layer.block_index for layer in self.members(first, stop) if layer.block), default=0)
-        found = [self._variable(layers, home, mode, first_block, names) for layers in groups.values()]
+        found = [self._variable(layers, home, mode, first_block) for layers in groups.values()]
         if first:
             made = self.entering(first).output_shape
             offered = self._offered(Layer(ENTRY, "add", input_shape=made, output_shape=made), home)
@@ -382,21 +382,21 @@ class Stages:
         is_ordered = self.job.reads_order and layer.attributes.get("causal")
         return [one for one in every if divides(layer, one, samples) and not (is_ordered and one.positions)]
 
-    def _most_zero(self, layer: Layer, home: Home, names: set[str]) -> int:
-        """The highest stage of ZeRO of a layer in a stage of these layers."""
+    def _most_zero(self, layer: Layer, home: Home) -> int:
+        """The highest stage of ZeRO of a layer in a stage."""
         most = min(most_divided(layer), home.most_zero)
         if layer.name in self.tie:  # shared inside of the stage, or with another one
-            most = min(most, int(names.issuperset(self.tie)))
+            most = min(most, 1)
         return most
 
-    def _variable(self, layers: Sequence[Layer], home: Home, mode: str, first_block: int, names: set[str]) -> Variable:
+    def _variable(self, layers: Sequence[Layer], home: Home, mode: str, first_block: int) -> Variable:
         turned = [(layer.kind == "embedding") != (layers[0].kind == "embedding") for layer in layers]
         offered = [set(self._offered(layer, home)) for layer in layers]
         # The first of the layers that share a weight has it, and decides how it is divided.
         is_alone = len({layer.signature() for layer in layers}) == 1
         regathers = is_alone and self.job.activations == "auto"
         options = []
-        for strategy in self._offered(layers[0], home, self._most_zero(layers[0], home, names), regathers):
+        for strategy in self._offered(layers[0], home, self._most_zero(layers[0], home), regathers):
             own = [transposed(strategy) if turn else strategy for turn in turned]
             if all(plain(one) in every for one, every in zip(own, offered)):
                 options.append(dict(zip((layer.name for layer in layers), own)))

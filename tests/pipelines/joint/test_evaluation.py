@@ -198,6 +198,26 @@ def test_shared_weights_and_replicas_are_reduced():
     assert [found.micro_batches_of(0, s, p) for p, s in found.schedule.stages_on(0)] == [2, 2]
 
 
+@pytest.mark.parametrize("who", [("wte",), ("lm_head",), ("wte", "lm_head")])
+def test_stages_that_divide_a_shared_weight_exchange_shards(who):
+    """Two devices per stage, with mixed precision and Adam: 12 bytes of states per parameter, of which each has half.
+
+    A reduce-scatter and an all-gather take as long as the all-reduce. If both stages divide the weight, half of its gradient is
+    exchanged between them.
+    """
+    spec, rows = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),)), Strategy(((2, 1, 1),))
+    chain, configuration = uniform(GPT, StageMesh(1, 2), spec, 2, 8, (2, 2), "none", rows)
+    stages = tuple(
+        replace(stage, strategies={n: replace(s, zero=1) if n in who else s for n, s in stage.strategies.items()})
+        for stage in configuration.stages
+    )
+    plain, found = (evaluate(chain, MACHINE, one) for one in (configuration, replace(configuration, stages=stages)))
+    saved_s = 128 * 64 * 2 / 2 / BANDWIDTH if len(who) == 2 else 0.0
+    for name, before, after in zip(("wte", "lm_head"), plain.stages, found.stages):
+        assert before.all_reduce_s - after.all_reduce_s == pytest.approx(saved_s, abs=1e-12)
+        assert before.state_bytes - after.state_bytes == (128 * 64 * 12 / 2 if name in who else 0.0)
+
+
 def test_replicas_send_all_of_the_gradients_that_summa_leaves_on_a_device():
     """Summa splits weights over both axes, so nothing is reduced inside a worker: a device all-reduces all of its gradients."""
     spec = PipelineSchedule("chimera", 2, 2, (("concatenation", "direct"), ("num_pipelines", 2)), num_pipelines=2)

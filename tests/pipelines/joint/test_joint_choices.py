@@ -222,6 +222,23 @@ def test_best_pipelines_need_choices(kind: str, seed: int, words: set[str]) -> N
     judge(case)
 
 
+#: Seeds of problems whose best plan has the ends of a shared weight in two stages, and the stages of ZeRO that it has there.
+SHARED = ((0, (1, 1)), (150, (0, 1)), (215, (1, 1)), (305, (0, 1)))
+
+
+@pytest.mark.parametrize(("seed", "zeros"), SHARED)
+def test_stages_divide_the_states_of_a_weight_that_they_share(seed: int, zeros: tuple[int, int]) -> None:
+    """Both of the stages, or one of them."""
+    instance = random_choices(random.Random(seed), "shared weights")
+    brute = BruteForce(instance.job)
+    case = solve(instance, brute, brute.best())
+    assert case.best is not None
+    homes = [next(one for one in case.best.stages if name in one.strategies) for name in brute.stages.tie]
+    assert homes[0] is not homes[1]
+    assert tuple(home.strategies[name].zero for home, name in zip(homes, brute.stages.tie)) == zeros
+    judge(case)
+
+
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_random_choices_cost_what_is_evaluated(kind: str) -> None:
     """Configurations of any schedules, cuts and ways that no others dominate."""
@@ -244,6 +261,32 @@ def test_random_choices_cost_what_is_evaluated(kind: str) -> None:
                 assert known.memory_bytes == pytest.approx(found.memory_bytes, rel=1e-9), f"{instance}: {found}"
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("zero", "shares", "words"),
+    [
+        (0, True, ""),
+        (1, True, ""),
+        (2, False, "ZeRO 2 (without schedules that split or halve backward passes), "),
+        (3, True, "ZeRO 3 (1 of weights that layers share; without schedules that split or halve backward passes), "),
+        ("auto", False, "ZeRO 0 to 3 for every layer (at most 1 where backward passes are split or halved), "),
+        (
+            "auto",
+            True,
+            "ZeRO 0 to 3 for every layer (at most 1 of weights that layers share, and where backward passes are split or halved), ",
+        ),
+    ],
+)
+def test_certificate_says_what_is_divided(zero: int | str, shares: bool, words: str) -> None:
+    """And what cannot be."""
+    machine = Machine(1, 2, ((0.0, 1e9), (0.0, 1e10)), flops=1e10, memory_bandwidth=1e11, launch_s=0.0)
+    instance = Instance(tied(16, 16) if shares else (16, 16, 16), machine, 4, 2, recompute=False, zero=zero)
+    considered = plan_jointly(instance.graph, machine.cluster, instance.options(UNLIMITED)).considered
+    assert (
+        considered is not None
+        and f"without Summa meshes (summa=True includes them), {words}one choice" in considered.space
+    )
 
 
 # ---- Faults that brute force has found -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from autoddl.costmodel.graph import Layer, LayerGraph, places_of
@@ -69,7 +70,8 @@ def random_plan(
         else:
             edges = [edge for edge in divided_in.edges if {*edge} <= {one.name for one in layers}]
             places = dict(zip(layers, places_of(layers, edges, divided_in, "none")))
-            offered = list(enumerate_strategies(layer, sizes, choices=ALL_CHOICES, place=places[layer]))
+            own = stage_layer(layer, {one.name for one in layers})
+            offered = list(enumerate_strategies(own, sizes, choices=ALL_CHOICES, place=places[layer]))
             # Of each division of the layer all ways are equally likely; most of them should divide samples.
             offered = [strategy for strategy in offered if strategy.p0 > 1 or not layer.num_parameters] or offered
         whole = [strategy for strategy in offered if rows % strategy.p0 == 0 and not strategy.positions]
@@ -80,6 +82,12 @@ def random_plan(
                 owner = strategies[parameter.tied_to]
                 strategies[layer.name] = transposed(owner) if layer.kind == "linear" else owner
     return StagePlan(strategies, **options)
+
+
+def stage_layer(layer: Layer, inside: set[str]) -> Layer:
+    """A layer with its own copies of the weights that it shares with layers outside of its stage, whose layers are ``inside``."""
+    own = (p if p.tied_to in inside else replace(p, tied_to=None) for p in layer.parameters)
+    return replace(layer, parameters=tuple(own))
 
 
 def cut_layers(graph: LayerGraph, cuts: Sequence[str]) -> list[tuple[Layer, ...]]:

@@ -48,8 +48,8 @@ class Data:
         return inputs, targets
 
 
-def optimizer(name: str, rate: float) -> Any:
-    return lambda parameters: getattr(flow.optim, name)(parameters, lr=rate)
+def optimizer(name: str, rate: float, options: Mapping[str, Any] | None = None) -> Any:
+    return lambda parameters: getattr(flow.optim, name)(parameters, lr=rate, **(options or {}))
 
 
 def trainer_of(case: Mapping[str, Any]) -> PipelineTrainer:

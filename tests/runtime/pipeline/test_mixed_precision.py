@@ -13,6 +13,7 @@ import pytest
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines import generate
+from autoddl.pipelines.joint import chain_of
 from autoddl.pipelines.runtime.pipeline.actions import Agree, Update
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.stage.plan import StagePlan
@@ -29,12 +30,17 @@ TOO_LARGE, SAFE = 2.0**134, 2.0**20
 FEW_FAMILIES = [("1f1b", {}), ("chimera", {}), ("zero-bubble", {}), ("pipedream-2bw", {}), ("pipedream", {})]
 
 
-def two_stage_gpt(name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+def two_stage_gpt(name: str, options: dict[str, Any], divides_states: bool = False, **more: Any) -> dict[str, Any]:
     """A GPT whose weights are shared by the first and the last stage, unless the schedule is asynchronous."""
     schedule = generate(name, num_stages=2, num_micro_batches=4, width=2, **options)
     sizes = GPT if schedule.is_synchronous else replace(GPT, tied=False)
     rng = random.Random(3)
-    stages = [random_plan(layers, 2, 2, rng) for layers in cut_layers(gpt(sizes), ["h.1"])]
+    graph = gpt(sizes)
+    halves = cut_layers(graph, ["h.1"])
+    if divides_states:
+        stages = [divided(half, graph, (2,), 1, False, "none") for half in halves]
+    else:
+        stages = [random_plan(half, 2, 2, rng) for half in halves]
     return gpt_case(schedule, stages, sizes, optimizer=("Adam", 0.01), **more)
 
 
@@ -45,10 +51,13 @@ def one_stage_gpt(**more: Any) -> dict[str, Any]:
     return gpt_case(schedule, [stage], sizes, optimizer=("Adam", 0.01), num_micro_batches=2, **more)
 
 
-@pytest.mark.parametrize(("name", "options"), FEW_FAMILIES)
-def test_steps_that_overflow_are_skipped_by_all_ranks(ranks, name, options):
+@pytest.mark.parametrize(
+    ("name", "options", "divides_states"),
+    [*((name, options, False) for name, options in FEW_FAMILIES), ("1f1b", {}, True), ("chimera", {}, True)],
+)
+def test_steps_that_overflow_are_skipped_by_all_ranks(ranks, name, options, divides_states):
     """With the same data in every run, training whose first run is skipped comes to the same weights, bit by bit."""
-    case = two_stage_gpt(name, options, same=True)
+    case = two_stage_gpt(name, options, divides_states, same=True)
     num_updates = case["schedule"].num_updates
     skipping = ranks(4).run(f"{JOBS}:train", case, [TOO_LARGE, SAFE, SAFE], timeout_s=TIMEOUT_S)
     others = ranks(4).run(f"{JOBS}:train", case, [SAFE, SAFE], timeout_s=TIMEOUT_S)
@@ -114,6 +123,27 @@ def test_a_rank_keeps_the_bytes_that_are_priced(ranks, zero):
         assert sum(found.values()) == priced
         if not zero:
             assert found["masters"] == 2 * found["copies"] == 2 * found["gradients"] == found["states"] / 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_stages_keep_the_bytes_that_are_priced_of_a_weight_that_they_share(ranks, name):
+    """Each stage divides the masters and states of its copy over its two ranks; in Chimera a rank has both stages."""
+    graph, priced = gpt(GPT), []
+    halves = cut_layers(graph, ["h.1"])
+    stages = [divided(half, graph, (2,), 1, False, "none") for half in halves]
+    schedule = generate(name, num_stages=2, num_micro_batches=2, width=2)
+    workload = Workload(8, 4, "mixed-cpu", "adam")
+    for number, stage in enumerate(stages):
+        layers = chain_of(graph).stage(number, number + 1)
+        assert all(stage.strategies[layer.name].zero == 1 for layer in layers.layers if layer.num_parameters)
+        works = [
+            layer_work(layer, stage.strategies[layer.name], workload, 4, layers.graph.place(layer.name, "none"))
+            for layer in layers.layers
+        ]
+        priced.append(sum(work.state_bytes for work in works))
+    case = gpt_case(schedule, stages, optimizer=("Adam", 0.01))
+    for rank, found in enumerate(ranks(4).run(f"{JOBS}:state_bytes", case, timeout_s=TIMEOUT_S)):
+        assert sum(found.values()) == (sum(priced) if name == "chimera" else priced[rank // 2])
 
 
 def test_products_and_statistics_have_their_types(ranks):

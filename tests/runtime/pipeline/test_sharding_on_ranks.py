@@ -18,7 +18,7 @@ from autoddl.zoo.feedforward import mlp
 from autoddl.zoo.transformers import gpt
 
 from ..sent_bytes import Sent, check_sent
-from .stage_plan_cases import FAMILIES, GPT, MLP_WIDTHS, cut_layers, random_plan
+from .stage_plan_cases import FAMILIES, GPT, MLP_WIDTHS, cut_layers, random_plan, stage_layer, strategy_of
 from .test_stage_plans_on_ranks import (
     JOBS,
     LARGE_GPT,
@@ -91,17 +91,64 @@ def test_transformers_with_shared_weights(ranks, recompute):
     check_synchronous(ranks, cases)
 
 
+def test_stages_divide_the_states_of_a_weight_that_they_share(ranks):
+    """Runs of every synchronous schedule; the table's shards end inside of its rows if three ranks divide it. It may be frozen."""
+    cases = []
+    for name, options in FAMILIES:
+        schedule = generate(name, num_stages=2, num_micro_batches=4, width=2, **options)
+        if not schedule.is_synchronous:
+            continue
+        sizes = replace(GPT, layers=schedule.num_stages)
+        graph = gpt(sizes)
+        parts = cut_layers(graph, [f"h.{number}" for number in range(1, schedule.num_stages)])
+        cases.append(
+            gpt_case(schedule, [divided(part, graph, (2,), 1, False, "none") for part in parts], sizes, runs=3)
+        )
+    graph = gpt(GPT)
+    halves = cut_layers(graph, ["h.1"])
+    for widths in ((3, 1), (1, 3)):
+        schedule = generate("1f1b", num_stages=2, num_micro_batches=2, width=widths)
+        stages = [divided(half, graph, (width,), 1, False, "none") for half, width in zip(halves, widths)]
+        cases.append(gpt_case(schedule, stages, rows=6, runs=3))
+        cases.append(gpt_case(schedule, stages, rows=6, runs=2, frozen=("wte",)))
+    check_synchronous(ranks, cases)
+
+
+#: Strategies of a table, and of the output projection that shares its weight with another stage.
+SHARING = [
+    (replace(strategy_of(2, 1, 1), zero=1), strategy_of(2, 1, 1)),
+    (strategy_of(2, 1, 1), replace(strategy_of(2, 1, 1), zero=1)),
+    (replace(strategy_of(2, 1, 1), zero=1), strategy_of(1, 2, 1)),
+    (strategy_of(1, 1, 2), replace(strategy_of(2, 1, 1), zero=1)),
+]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_stages_store_a_shared_weight_in_different_ways(ranks, name):
+    """One of the stages divides the states of the weight, the other one does not, or splits its rows or columns."""
+    graph, cases = gpt(GPT), []
+    halves = cut_layers(graph, ["h.1"])
+    for strategies in SHARING:
+        stages = [divided(half, graph, (2,), 1, False, "none") for half in halves]
+        for number, layer in enumerate(("wte", "lm_head")):
+            changed = {**stages[number].strategies, layer: strategies[number]}
+            stages[number] = replace(stages[number], strategies=changed)
+        cases.append(gpt_case(generate(name, num_stages=2, num_micro_batches=2, width=2), stages, runs=3))
+    check_synchronous(ranks, cases)
+
+
 def test_bytes_are_the_predicted_ones(counted_ranks):
-    """One stage of 2 x 2 ranks with every stage of ZeRO, and two stages in Chimera, whose replicas share the sums."""
+    """One stage of 2 x 2 ranks with every stage of ZeRO, and two stages, which share a weight and whose replicas share the sums."""
     graph, cases = gpt(LARGE_GPT), []
     one = generate("gpipe", num_stages=1, num_micro_batches=2, width=4)
     for zero, hybrid, recompute in ((1, False, "none"), (2, True, "none"), (3, False, "blocks"), (3, True, "none")):
         plan = divided(graph.layers, graph, (2, 2), zero, hybrid, recompute)
         cases.append(gpt_case(one, [plan], LARGE_GPT, rows=8, counts=True))
-    chimera = generate("chimera", num_stages=2, num_micro_batches=2, width=2)
     halves = cut_layers(graph, ["h.1"])
-    stages = [divided(half, graph, (2,), zero, False, "none") for half, zero in zip(halves, (3, 1))]
-    cases.append(gpt_case(chimera, stages, LARGE_GPT, rows=8, counts=True))
+    for name, zeros in (("chimera", (3, 1)), ("1f1b", (1, 1)), ("1f1b", (1, 0))):
+        schedule = generate(name, num_stages=2, num_micro_batches=2, width=2)
+        stages = [divided(half, graph, (2,), zero, False, "none") for half, zero in zip(halves, zeros)]
+        cases.append(gpt_case(schedule, stages, LARGE_GPT, rows=8, counts=True))
 
     def count() -> list[Sent]:
         found = []
@@ -121,7 +168,8 @@ def divided(layers, graph, levels, zero, hybrid, recompute):
     data_parallel = Strategy(tuple((size, 1, 1) for size in levels))
     strategies = {}
     for layer in layers:
-        own = zero_of(layer, zero, places[layer.name]) if layer.num_parameters else 0
+        has_weights = stage_layer(layer, set(places)).num_parameters
+        own = zero_of(layer, zero, places[layer.name]) if has_weights else 0
         strategies[layer.name] = replace(data_parallel, zero=own, hybrid=hybrid and own > 1)
     return StagePlan(strategies, recompute)
 
@@ -140,3 +188,30 @@ def test_checkpoints_can_be_resumed_at_another_division(ranks, tmp_path):
     for of_rank in broken:
         for name, value in of_rank.items():
             assert np.linalg.norm(value - wanted[1][name]) / np.linalg.norm(wanted[1][name]) < 1e-5
+
+
+def test_shared_weights_can_be_resumed_at_another_division(ranks, tmp_path):
+    """Checkpoints have whole weights and states: stages that divide those of a shared weight, then other stages, then one alone."""
+    graph, momentum = gpt(GPT), ("SGD", 0.1, {"momentum": 0.9})
+    halves, last = cut_layers(graph, ["h.1"]), cut_layers(graph, ["ln_f"])
+    two = [divided(half, graph, (2,), 1, False, "none") for half in halves]
+    three = [divided(half, graph, (width,), 1, False, "none") for half, width in zip(last, (3, 1))]
+    cases = [
+        gpt_case(
+            generate(name, num_stages=len(stages), num_micro_batches=2, width=widths),
+            stages,
+            rows=12,
+            optimizer=momentum,
+        )
+        for name, stages, widths in (
+            ("1f1b", two, 2),
+            ("gpipe", three, (3, 1)),
+            ("chimera", two, 2),
+            ("gpipe", [divided(graph.layers, graph, (4,), 3, False, "none")], 4),
+        )
+    ]
+    broken = ranks(4).run(f"{JOBS}:train_in_turn", cases, tmp_path, timeout_s=TIMEOUT_S)
+    (wanted,) = ranks(1).run(f"{JOBS}:train_whole", {**plain(cases[0]), "num_micro_batches": 8}, timeout_s=TIMEOUT_S)
+    for of_rank in broken:
+        for name, value in of_rank.items():
+            assert np.linalg.norm(value - wanted[1][name]) <= 1e-5 * np.linalg.norm(wanted[1][name]), name
