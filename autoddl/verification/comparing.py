@@ -221,7 +221,8 @@ def _phase_check(
     for group in groups:
         expected = group.expected
         for steps in group.executed:
-            not_executed, not_expected = missing_steps((*expected.priced, *expected.unpriced), steps)
+            steps_of_rank = (*expected.priced, *expected.unpriced)
+            not_executed, not_expected = missing_steps(steps_of_rank, steps, expected.num_tensors)
             missing += [str(step) for step in not_executed if str(step) not in missing]
             unexpected += [str(step) for step in not_expected if str(step) not in unexpected]
         predicted_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.priced)

@@ -69,16 +69,19 @@ class RankSteps:
     Attributes:
         priced: Steps that the cost model predicts.
         unpriced: Steps that the ranks execute but the cost model leaves out.
+        num_tensors: Largest number of tensors that a vector of gradients consists of; each has its own padding.
     """
 
     priced: Steps = ()
     unpriced: Steps = ()
+    num_tensors: int = 1
 
     def __add__(self, other: RankSteps) -> RankSteps:
-        return RankSteps(self.priced + other.priced, self.unpriced + other.unpriced)
+        num_tensors = max(self.num_tensors, other.num_tensors)
+        return RankSteps(self.priced + other.priced, self.unpriced + other.unpriced, num_tensors)
 
     def __mul__(self, times: int) -> RankSteps:
-        return RankSteps(self.priced * times, self.unpriced * times)
+        return RankSteps(self.priced * times, self.unpriced * times, self.num_tensors)
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def predict(fitted: FittedPlan) -> Prediction:
                 pass_steps += outputs * counts[0]  # the loss of a model without one is computed from its whole output
             # Sums of gradients: one for the whole stage.
             steps, update_transfers = gradient_sums(graph, stages, number, schedule.num_pipelines, types)
-            gradient_steps = RankSteps(_without_idle(steps)) * schedule.num_updates
+            num_tensors = sum(len(layer.parameters) for layer in stage.layers(graph))
+            gradient_steps = RankSteps(_without_idle(steps), num_tensors=num_tensors) * schedule.num_updates
             gradient_transfers = update_transfers * schedule.num_updates
             workers[worker] += pass_steps + gradient_steps
             inside[number] += _sent_bytes(pass_steps, stage.num_ranks)
@@ -148,7 +152,9 @@ def _sections(fitted: FittedPlan) -> dict[tuple[str, str], RankSteps]:
     priced = layer_steps(schedule, graph, fitted.stages, workload.micro_batch, workload.types)
     return {
         (name, phase): RankSteps(
-            _without_idle(steps), unpriced_steps(graph[name], strategies[name], phase, workload.types)
+            _without_idle(steps),
+            unpriced_steps(graph[name], strategies[name], phase, workload.types),
+            max(len(graph[name].parameters), 1),
         )
         for (name, phase), steps in priced.items()
         if phase != "gradient" or len(fitted.stages) == 1
@@ -192,8 +198,12 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samp
     return _without_idle(steps_of(redistribute(layout, gathered, shape), num_bytes))
 
 
-def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+def missing_steps(expected: Sequence[Step], ran: Sequence[Step], num_tensors: int = 1) -> tuple[list[Step], list[Step]]:
     """Match expected steps with the steps that ran; the order of the steps does not matter.
+
+    Args:
+        expected, ran: The steps.
+        num_tensors: Largest number of tensors that a vector of gradients consists of.
 
     Returns:
         The expected steps that did not run, and the steps that ran but were not expected.
@@ -208,7 +218,7 @@ def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[S
     # 2. Steps that are equal up to the padding of a vector.
     unexpected, missing = list(num_unmatched.elements()), []
     for step in unmatched:
-        match = next((other for other in unexpected if _equal_up_to_padding(step, other)), None)
+        match = next((other for other in unexpected if _equal_up_to_padding(step, other, num_tensors)), None)
         if match is None:
             missing.append(step)
         else:
@@ -216,11 +226,12 @@ def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[S
     return missing, unexpected
 
 
-def _equal_up_to_padding(step: Step, other: Step) -> bool:
+def _equal_up_to_padding(step: Step, other: Step, num_tensors: int) -> bool:
     if (step.collective, step.axis.size, step.axis.stride) != (other.collective, other.axis.size, other.axis.stride):
         return False
-    # A vector that is summed over several levels is padded to a whole number of elements per rank.
-    padding_bytes = _SUMMED_ITEMSIZE * step.axis.size
+    # A vector that is summed over several levels is padded to a whole number of elements per rank, and so is each of its tensors
+    # if ranks divide them.
+    padding_bytes = _SUMMED_ITEMSIZE * step.axis.size * num_tensors
     return (
         abs(step.nbytes - other.nbytes) <= padding_bytes
         and abs(step.sent_bytes - other.sent_bytes) <= 2 * padding_bytes

@@ -47,7 +47,7 @@ _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: this many seconds after the slice.
 _LONGEST_STEP_S = 1.0
 #: Seconds of processor time of the search of one setting near a known plan.
-_NEAR_S = 4.0
+_NEAR_S = 6.0
 #: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
 _MAX_EARLY_ATTEMPTS = 3
 #: A setting is attempted early if its estimated step is below this multiple of the incumbent.

@@ -547,7 +547,9 @@ class SettingSearch:
             StopRequestedError: A stop was requested.
         """
         stops = np.cumsum(sizes).tolist()
-        self._try_cut(cut_at(stops[:-1], self.cut_graph.num_units), balance_weights(self.setting.schedule, self.setting.widths))
+        self._try_cut(
+            cut_at(stops[:-1], self.cut_graph.num_units), balance_weights(self.setting.schedule, self.setting.widths)
+        )
 
     def _try_promising_cuts(self, region: Region, region_bound: _RegionBound) -> None:
         """Try the even cut and the cut nearest to the best fractional one, after a local search, the one of the shorter step

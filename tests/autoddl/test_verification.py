@@ -168,6 +168,10 @@ def test_steps_are_compared_as_multisets_up_to_padding():
     missing, unexpected = missing_steps([step(stride=2), step(), step(Collective.ALL_REDUCE, nbytes=900.0)], ran)
     assert missing == [step(stride=2), step(Collective.ALL_REDUCE, nbytes=900.0)]
     assert unexpected == [step(), step(Collective.ALL_REDUCE, nbytes=1000.0)]
+    # Two biases of 64 numbers over 3 ranks are shards of 22 numbers each: 528 bytes, where 512 have a price.
+    divided = [step(Collective.REDUCE_SCATTER, size=3, nbytes=528.0)]
+    assert missing_steps([step(Collective.REDUCE_SCATTER, size=3, nbytes=512.0)], divided, 2) == ([], [])
+    assert missing_steps([step(Collective.REDUCE_SCATTER, size=3, nbytes=512.0)], divided) != ([], [])
 
 
 def test_messages_of_sums_of_a_few_numbers():
