@@ -84,11 +84,13 @@ def test_a_sequence_of_128k_tokens_has_a_plan_on_64_devices():
     cluster = load_cluster("dgx-h100").resized(8, 8)
     planned = make_plan(graph, cluster, Options(batch=1))
     assert planned.optimal and planned.strategies["layers.0.self_attn"].num_devices == 64
-    # Images of 32 rows: the three channels of the first layer are whole on every rank, so at most 32 share an image.
+    # The three channels of the first layer are whole on every rank, so 64 ranks share an image of 32 x 32 pixels, in tiles.
     pictures = vgg(11, image=32, classes=64, hidden=64)
-    with pytest.raises(UserError, match="the nearest batch that works is 2"):
-        make_plan(pictures, cluster, Options(batch=1))
-    assert make_plan(pictures, cluster, Options(batch=2)).strategies["features.0"].ranks_per_sample == 32
+    assert make_plan(pictures, cluster, Options(batch=1)).strategies["features.0"].tiles == (8, 8)
+    assert make_plan(pictures, cluster, Options(batch=2)).strategies["features.0"].tiles == (32, 1)
+    # 64 features of the classifier do not divide over 2,048 ranks, or over half of them.
+    with pytest.raises(UserError, match="the nearest batch that works is 32"):
+        make_plan(pictures, load_cluster("dgx-h100").resized(256, 8), Options(batch=1))
 
 
 # ---- Prices by hand ------------------------------------------------------------------------------------------------------------
