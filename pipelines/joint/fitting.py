@@ -4,6 +4,7 @@
 2.  *Fit.*  All stages begin with their fastest row.  While a worker does not fit, its stage that loses the fewest seconds per byte
     takes its next smaller row.  Then stages go back to faster rows where there is room, those that gain most first.
 3.  *Exchange.*  The row of a single stage is exchanged as long as this shortens the step of the schedule.
+4.  *Select.*  An integer program selects the rows of all stages at once (:mod:`.row_program`), if asked to.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autoddl.costmodel.recomputation import first_blocks
 
 from .cut_graph import CutGraph
 from .cut_regions import Cut
+from .row_program import Longest, select_rows
 from .space import SOME_BLOCKS
 from .stage_search import StageFront, concatenated_fronts
 
@@ -33,7 +35,12 @@ _MAX_EXCHANGES = 30
 
 
 def fitting_rows(
-    cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: float, steps: Callable[[np.ndarray], np.ndarray] | None
+    cut_graph: CutGraph,
+    cut: Cut,
+    weights: np.ndarray,
+    step_s: float,
+    steps: Callable[[np.ndarray], np.ndarray] | None,
+    together: tuple[Longest, Sequence[np.ndarray]] | None = None,
 ) -> tuple[list[StageFront], np.ndarray] | None:
     """Select a row for every stage of a cut, so that all workers fit the memory limit.
 
@@ -43,6 +50,8 @@ def fitting_rows(
         weights: Weights of the seconds forward, backward, of recomputation and of all-reduce of each stage; shape (stages, 4).
         step_s: Seconds that a step takes, approximately; it scales the prices of memory.
         steps: Computes the steps for vectors of all terms, shape (terms, vectors) -> (vectors,).  None: rows are not exchanged.
+        together: Computes the step and its longest path for one vector (:meth:`.StepGraph.step`), and paths that are likely to be
+            long, to select the rows of all stages together.  None: no program is solved.
 
     Returns:
         Per stage a front of one row, and the seconds of every term; None if no selection was found that fits.
@@ -63,6 +72,9 @@ def fitting_rows(
     times = selection.times()
     if steps is not None:
         selection.exchange(times, steps)
+    if together is not None:
+        selection.solve(*together)
+        times = selection.times()
     return [rows.only(np.array([row])) for rows, row in zip(candidates, selection.rows)], times
 
 
@@ -231,6 +243,19 @@ class _RowSelection:
             stage, row = exchanges[least]
             best_s, self.rows[stage] = float(changed_s[least]), row
             times[:] = changed[:, least]
+
+    def solve(self, longest: Longest, known_paths: Sequence[np.ndarray]) -> None:
+        """Select the rows of all stages by an integer program."""
+
+        def times_of(rows: Sequence[int]) -> np.ndarray:
+            self.rows = list(rows)
+            return self.times()
+
+        figures = [(rows.times, rows.memory, rows.buffer) for rows in self.candidates]
+        parts = self.cut_graph.terms.of_stages
+        self.rows = select_rows(
+            figures, self.stages_of_worker, self.limit_bytes, self.rows, times_of, longest, parts, known_paths
+        )
 
     def _fits(self, stage: int, row: int) -> bool:
         """Return whether the workers of a stage fit the memory limit with another row of the stage."""

@@ -418,9 +418,7 @@ def improve_near(
             search = SettingSearch(explorer, setting, known_s, part)
             try:
                 with explorer.stop.until(part):
-                    if setting.mesh == first.mesh:
-                        search.try_sizes([stage.num_units for stage in plan.configuration.stages])
-                    search.run()
+                    search.improve([stage.num_units for stage in best.configuration.stages])
             except (UnsettledError, StopRequestedError):
                 pass
             found = search.best

@@ -82,6 +82,8 @@ _CLOSE_IF_QUICK = 0.4
 _PROMISING = 0.97
 #: Largest number of paths in the linear program.
 _MAX_PATHS = 80
+#: Largest number of known paths when the rows of all stages are selected together.
+_MAX_SELECTION_PATHS = 20
 #: Largest number of paths that restrict the rows of a stage.
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
@@ -126,7 +128,6 @@ class SettingSearch:
         known_s: Step of the incumbent; only plans below it are searched.
         deadline: When the search is given up.
         is_quick: Stop after phase 1, and try cuts only if the best fractional cut is well below ``known_s``.
-
     Attributes:
         best: The best plan of the setting below ``known_s``; None if none was found.
         best_s: Step of ``best``, or ``known_s``.
@@ -150,7 +151,8 @@ class SettingSearch:
         self.best: Evaluation | None = None
         self.best_s = known_s
         self.bound_s = 0.0
-        self._tried_cuts: set[tuple[int, ...]] = set()
+        #: The cuts that were tried, by the ends of their stages, with the step of the rows that were found; inf if none fit.
+        self._tried_cuts: dict[tuple[int, ...], float] = {}
         #: Times of the even fractional cut with its units run so that they fit; None if it does not fit.
         self._even_times: np.ndarray | None = None
         #: Least bound of the cuts that were given up because they have too many rows.
@@ -540,16 +542,34 @@ class SettingSearch:
 
     # --------------------------------------------------------------------------------------------------------- incumbents
 
-    def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Try the cut of a known plan of the setting, given by the number of units of each stage.
+    def improve(self, sizes: Sequence[int]) -> None:
+        """Look for plans that are better than a known one of the setting, without settling it.
+
+        Its cut and the most promising cuts are tried, and then again, the best first, with the rows of all stages selected together
+        (:mod:`.row_program`).  The longest paths that are met make other cuts promising, which are tried in turn.
+
+        Args:
+            sizes: Number of units of each stage of the known plan.
 
         Raises:
+            UnsettledError: The deadline was over.
             StopRequestedError: A stop was requested.
         """
-        stops = np.cumsum(sizes).tolist()
-        self._try_cut(
-            cut_at(stops[:-1], self.cut_graph.num_units), balance_weights(self.setting.schedule, self.setting.widths)
-        )
+        num_units, weights = self.cut_graph.num_units, balance_weights(self.setting.schedule, self.setting.widths)
+        if not self.setting.schedule.synchronous or not self._initialise():
+            return
+        self._try_cut(cut_at(np.cumsum(sizes).tolist()[:-1], num_units), weights)
+        self.schedule_graph, self.is_condensed = self.explorer.schedule_graph(self.setting), False
+        whole, finished = Region.whole(self.cut_graph.num_stages, num_units), set[tuple[int, ...]]()
+        while True:
+            region_bound = self._bound_all_cuts(whole)
+            tried = sorted(self._tried_cuts.keys() - finished, key=self._tried_cuts.__getitem__)
+            if not tried or self._is_settled(region_bound.least_s):
+                return
+            for stops in tried:
+                self._check_time()
+                self._try_cut(cut_at(stops[:-1], num_units), region_bound.bound.weights, is_thorough=True)
+            finished.update(tried)
 
     def _try_promising_cuts(self, region: Region, region_bound: _RegionBound) -> None:
         """Try the even cut and the cut nearest to the best fractional one, after a local search, the one of the shorter step
@@ -573,19 +593,23 @@ class SettingSearch:
         if cut:
             self._try_cut(cut, weights)
 
-    def _try_cut(self, cut: Cut, path: np.ndarray) -> None:
-        """Evaluate a plan with a cut, and with rows that fit and are good for a path, if such rows are found."""
+    def _try_cut(self, cut: Cut, path: np.ndarray, is_thorough: bool = False) -> None:
+        """Evaluate a plan with a cut, and with rows that fit and are good for a path, if such rows are found.
+
+        A cut is tried once, and once more if the rows of all stages are to be selected together (``is_thorough``).
+        """
         key = tuple(stop for _, stop in cut)
-        if key in self._tried_cuts:
+        if key in self._tried_cuts and not is_thorough:
             return
-        self._tried_cuts.add(key)
+        self._tried_cuts.setdefault(key, math.inf)
         self.explorer.stop.check()
         terms, cut_graph = self.cut_graph.terms, self.cut_graph
         weights = np.maximum(np.column_stack([path[part] for part in terms.of_stages]), 1e-3)
         steps = None
         if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < MAX_NODES // 10:
             steps = self.graph.steps
-        fitting = fitting_rows(cut_graph, cut, weights, self._approximate_step_s(), steps)
+        together = (self.graph.step, self.relaxation.latest_paths(_MAX_SELECTION_PATHS)) if is_thorough else None
+        fitting = fitting_rows(cut_graph, cut, weights, self._approximate_step_s(), steps, together)
         if fitting is None:
             return
         rows, times = fitting
@@ -593,6 +617,7 @@ class SettingSearch:
             # If the graph is condensed, this step is only a lower bound on that of the plan.
             step, longest = self.graph.step(times)
             self._add_path(longest)
+            self._tried_cuts[key] = min(step, self._tried_cuts[key])
             if step >= self.threshold:
                 return
         self._evaluate([stop - first for first, stop in cut], [row.strategies(0) for row in rows])

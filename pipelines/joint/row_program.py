@@ -1,0 +1,171 @@
+"""The best selection of one row for every stage of a cut: an integer program with cutting planes.
+
+Stage s has candidate rows, each with its seconds t(s, i) per term and its bytes.  The variable x(s, i) is 1 if row i is selected.
+With the paths P of the schedule's graph that are known so far (:mod:`.setting_search`), and n(P, s) the number of times that a path
+passes each term of stage s, the program is
+
+    minimise  theta  subject to
+        theta  >=  sum over s, i of (n(P, s) . t(s, i)) x(s, i)  +  transfers(P)         for every known path P
+        sum over i of x(s, i)  =  1                                                      for every stage s
+        sum over w's stages s and i of bytes(s, i) x(s, i)  +  buffer(w)  <=  limit      for every worker w
+        buffer(w)  >=  sum over i of buffer(s, i) x(s, i)                                for every stage s of w
+
+The longest path at the solution is the next known path, until it is one already or theta reaches the best step so far.  Transfers
+depend on the rows at both ends; they are those of the selection that a path was found at.  So the result is a heuristic's: a
+selection that fits, whose step is that of the graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoddl.costmodel.stopping import Deadline
+
+__all__ = ["Longest", "select_rows"]
+
+#: Returns the step at the seconds of all terms, shape (terms,), and the counts of its longest path, shape (terms,).
+Longest = Callable[[np.ndarray], "tuple[float, np.ndarray]"]
+
+#: Seconds of processor time after which no further program is solved, and the seconds and relative gap of each.
+_ALL_SECONDS, _SECONDS, _GAP = 1.2, 0.4, 2e-3
+#: The solver keeps to limits up to a little less than this part of them.
+_TOLERANCE = 2e-6
+#: A selection has to be better by this relative amount to be searched for.
+_LEAST_GAIN = 5e-4
+
+
+def select_rows(
+    rows: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    workers: Sequence[Sequence[int]],
+    limit_bytes: float,
+    selected: Sequence[int],
+    times_of: Callable[[Sequence[int]], np.ndarray],
+    longest: Longest,
+    parts: Sequence[slice],
+    known_paths: Sequence[np.ndarray] = (),
+) -> list[int]:
+    """Return a selection of rows with a short step that fits; the given one if none is shorter.
+
+    Args:
+        rows: Per stage the seconds of its terms, shape (rows, 4), the resident bytes and the buffer bytes, both of shape (rows,).
+        workers: The stages of each worker.
+        limit_bytes: Memory per device.
+        selected: A selection that fits: the row of every stage.
+        times_of: Returns the seconds of all terms of a selection, shape (terms,), with transfers.
+        longest: Returns the step at such times, and its longest path.
+        parts: The terms of the stages, in the order of the columns of seconds.
+        known_paths: Paths that are likely to be long, each of shape (terms,).
+    """
+    # Imported here because loading SciPy's optimizers takes longer than most searches.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix
+
+    useful = [_undominated(*of_stage) for of_stage in rows]
+    kept = [tuple(figures[own] for figures in of_stage) for of_stage, own in zip(rows, useful)]
+    spans = _spans([len(own) for own in useful])
+    num_choices = spans[-1].stop
+    fixed, least, most = _constraints(kept, spans, workers, limit_bytes)
+    size = fixed.shape[1]
+    best, times = list(selected), times_of(selected)
+    best_s, path = longest(times)
+    paths = list(known_paths)
+    deadline = Deadline(_ALL_SECONDS, timer=time.process_time)
+    is_new = True  # whether the last selection has a longest path that was not known
+    while is_new and not deadline.is_over:
+        if not _is_among(path, paths):
+            paths.append(path)
+        # Costs are scaled so that theta is 1 at the best step so far.
+        bounds = np.array([_bound(known, kept, parts, size) for known in paths]) / best_s
+        bounds[:, -1] = -1.0
+        transfers = np.array([_transfers(known, times, parts) for known in paths]) / best_s
+        solution = milp(
+            np.append(np.zeros(size - 1), 1.0),
+            constraints=[
+                LinearConstraint(csr_matrix(fixed), least, most),
+                LinearConstraint(csr_matrix(bounds), -np.inf, -transfers),
+            ],
+            integrality=np.append(np.ones(num_choices), np.zeros(size - num_choices)),
+            bounds=Bounds(np.zeros(size), np.append(np.ones(size - 1), np.inf)),
+            options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+        )
+        if solution.x is None or solution.x[-1] > 1 - _LEAST_GAIN:
+            break
+        chosen = [int(own[np.argmax(solution.x[span])]) for own, span in zip(useful, spans)]
+        times = times_of(chosen)
+        step, path = longest(times)
+        is_new = not _is_among(path, paths)
+        if step < best_s:
+            best, best_s = chosen, step
+    return best
+
+
+def _spans(lengths: Sequence[int]) -> list[slice]:
+    """The variables x(s, i) of each stage."""
+    ends = np.cumsum(lengths).tolist()
+    return [slice(end - length, end) for end, length in zip(ends, lengths)]
+
+
+def _constraints(
+    rows: Sequence[Sequence[np.ndarray]], spans: Sequence[slice], workers: Sequence[Sequence[int]], limit_bytes: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The constraints that no path belongs to: coefficients of x, of the workers' buffers and of theta, least and largest values.
+
+    Bytes are in units of the limit.
+    """
+    num_choices = spans[-1].stop
+    size = num_choices + len(workers) + 1
+    found: list[np.ndarray] = []
+    least: list[float] = []
+    most: list[float] = []
+
+    def put(low: float, high: float, parts: Sequence[tuple[slice, np.ndarray | float]]) -> None:
+        coefficients = np.zeros(size)
+        for span, values in parts:
+            coefficients[span] = values
+        found.append(coefficients)
+        least.append(low)
+        most.append(high)
+
+    for span in spans:
+        put(1.0, 1.0, [(span, 1.0)])
+    for worker, held in enumerate(workers):
+        buffer = slice(num_choices + worker, num_choices + worker + 1)
+        put(
+            -np.inf,
+            1.0 - _TOLERANCE,
+            [(buffer, 1.0), *((spans[stage], rows[stage][1] / limit_bytes) for stage in held)],
+        )
+        for stage in held:
+            put(-np.inf, 0.0, [(buffer, -1.0), (spans[stage], rows[stage][2] / limit_bytes)])
+    return np.array(found), np.array(least), np.array(most)
+
+
+def _is_among(path: np.ndarray, paths: Sequence[np.ndarray]) -> bool:
+    return any(np.array_equal(path, known) for known in paths)
+
+
+def _bound(path: np.ndarray, rows: Sequence[Sequence[np.ndarray]], parts: Sequence[slice], size: int) -> np.ndarray:
+    """The seconds of every row along a path, followed by zeros."""
+    counts = np.column_stack([path[part] for part in parts])
+    seconds = np.concatenate([of_stage[0] @ own for of_stage, own in zip(rows, counts)])
+    return np.append(seconds, np.zeros(size - len(seconds)))
+
+
+def _transfers(path: np.ndarray, times: np.ndarray, parts: Sequence[slice]) -> float:
+    """The seconds of a path in terms that belong to no stage."""
+    of_stages = sum(float(path[part] @ times[part]) for part in parts)
+    return float(path @ times) - of_stages
+
+
+def _undominated(times: np.ndarray, memory: np.ndarray, buffer: np.ndarray) -> np.ndarray:
+    """The indices of the rows that no other row is at least as good as in everything."""
+    vectors = np.column_stack([times, memory, buffer])
+    order = np.lexsort(vectors.T[::-1])
+    kept: list[int] = []
+    for row in order.tolist():
+        if not kept or not (vectors[kept] <= vectors[row]).all(axis=1).any():
+            kept.append(row)
+    return np.array(kept)
