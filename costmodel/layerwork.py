@@ -80,7 +80,8 @@ class LayerWork:
         held_bytes: the part of ``state_bytes`` that is gathered weights, which exist while one block is recomputed, divided by the
             number of blocks.
         gradient_bytes: bytes of the gradients of a device's part of the parameters, before they are divided.
-        updated_gradient_bytes: bytes of the gradients of the parameters that a device updates: its part, or its shard of the part.
+        shared_gradient_bytes: bytes of the gradients that a device exchanges if another stage has the parameters, too: of its part,
+            or of its shard of the part (:attr:`.Workload.exchanges_shards`).
         zero: what the devices with the same parameters divide, 0 to 3.
     """
 
@@ -98,7 +99,7 @@ class LayerWork:
     overlaps: bool = False
     held_bytes: Number = 0.0
     gradient_bytes: Number = 0.0
-    updated_gradient_bytes: Number = 0.0
+    shared_gradient_bytes: Number = 0.0
     zero: int = 0
 
 
@@ -152,7 +153,7 @@ def layer_work(
         state_bytes=shares.state_bytes,
         held_bytes=shares.held_bytes,
         gradient_bytes=gradient_bytes,
-        updated_gradient_bytes=gradient_bytes / shares.num_updating,
+        shared_gradient_bytes=gradient_bytes / (shares.num_updating if workload.exchanges_shards else 1),
         zero=shares.zero,
     )
 

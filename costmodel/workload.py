@@ -130,6 +130,15 @@ class Workload:
         return self.types.master_itemsize if self.gradients == "master" else self.types.communication_itemsize
 
     @property
+    def exchanges_shards(self) -> bool:
+        """Whether stages that share a weight exchange only the gradients that a device updates (ZeRO).
+
+        Megatron-LM, whose gradients have the master type, all-reduces the whole gradients of the table that its first and its last
+        stage share, before its distributed optimizer divides them.
+        """
+        return self.gradients == "compute"
+
+    @property
     def exposed_gradient_part(self) -> float:
         """The least part of an all-reduce of gradients that does not run beside the backward pass: that of the last bucket."""
         return 1.0 if self.overlap == "none" else 1 / NUM_BUCKETS

@@ -175,7 +175,7 @@ def shared_steps(
             workers = (schedule.placement[0][s], schedule.placement[0][other])
             if workers[0] == workers[1]:
                 continue
-            nbytes = max(figures[name].work.updated_gradient_bytes for name in (here, there))
+            nbytes = max(figures[name].work.shared_gradient_bytes for name in (here, there))
             yield s, workers, Step(Collective.ALL_REDUCE, Axis(2, 1), nbytes)
 
 

@@ -266,14 +266,14 @@ class StageTables:
         )
 
     def _shared_bytes(self, stage: StageGraph, variable: Variable) -> list[np.ndarray]:
-        """For each weight that the stage shares with another one, the gradient bytes that a device updates for every option of a
+        """For each weight that the stage shares with another one, the gradient bytes that a device exchanges for every option of a
         variable; 0 if the weight belongs to another variable."""
-        columns = []
+        columns, has_shards = [], self.workload.exchanges_shards
         for name, _ in stage.shared:
             nbytes = np.zeros(len(variable.options))
             if name in variable.layers:
                 strategies = [variable.strategy(name, option) for option in range(len(nbytes))]
-                updating = [s.copies if self._divides(stage, name, s) else 1 for s in strategies]
+                updating = [s.copies if has_shards and self._divides(stage, name, s) else 1 for s in strategies]
                 nbytes += gradient_bytes(stage.graph[name], strategies, self.workload) / updating
             columns.append(nbytes)
         return columns
