@@ -316,10 +316,11 @@ def _considered(job: PlanningJob, explored: Explored, explorer: Explorer, unpipe
         if base.untied
         else "one choice for equal layers of a stage (untied=True: one for each)"
     )
+    images = "; images pass between stages as whole rows" if any(layer.is_image for layer in job.graph.layers) else ""
     num_unpipelined = 0 if unpipelined is None else len(unpipelined.candidates)
     return Considered(
         space=f"{devices} (bidirectional schedules: equal); {schedules} of up to {MAX_PASSES:,} passes, {sizes}, "
-        f"every cut, recomputation {recomputations}, exact SBP inside each stage (of whole samples where passes are halved)"
+        f"every cut, recomputation {recomputations}, exact SBP inside each stage (of whole samples where passes are halved{images})"
         f"{summa}, {_zero_text(job)}{tied}",
         configurations=explored.num_configurations + num_unpipelined,
         settings=explored.num_settings + num_unpipelined,
