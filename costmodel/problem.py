@@ -8,8 +8,10 @@ meaning of its numbers.  :class:`Coefficients` and :class:`Phases` hold the comp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,10 @@ from .workload import Workload
 __all__ = ["OBJECTIVES", "Coefficients", "Objective", "OptionSet", "PhaseEdge", "Phases", "Problem", "Variable"]
 
 Objective = str
+#: All that a strategy says besides how ranks share samples.
+_WITHOUT_SHARING = attrgetter(
+    *(one.name for one in fields(Strategy) if one.name not in ("sequence", "positions", "columns"))
+)
 #: What a search minimises: the time of a training step, or only of its communication (as the AutoDDL paper does).
 OBJECTIVES = ("step", "communication")
 
@@ -58,9 +64,8 @@ class OptionSet:
     @cached_property
     def alike(self) -> np.ndarray:
         """A number for each option; options that differ only in how ranks share samples have the same; shape (options,)."""
-        number: dict[Strategy, int] = {}
-        plain = (replace(strategy, sequence="", positions=(), columns=()) for strategy in self.options)
-        return np.array([number.setdefault(strategy, len(number)) for strategy in plain])
+        number: dict[tuple[Any, ...], int] = {}
+        return np.array([number.setdefault(_WITHOUT_SHARING(strategy), len(number)) for strategy in self.options])
 
     def fits(self, samples: int, part: int | None = None) -> np.ndarray:
         """Whether each option divides ``samples`` samples or their positions (:func:`.strategy.fitting`), shape (options,).
