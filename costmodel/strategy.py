@@ -68,6 +68,7 @@ __all__ = [
     "enumerate_strategies",
     "expert_axes",
     "fitting",
+    "layout_levels",
     "mesh_axes",
     "shard_axes",
     "transposed",
@@ -242,8 +243,7 @@ class Strategy:
     @cached_property
     def rows_and_features(self) -> RowsAndFeatures:
         """(p0, s) for each level: the layout of the activations around the layer; (p0, s, c) if images are cut into tiles."""
-        levels = tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
-        return tuple((*level, c) for level, c in zip(levels, self.columns)) if self.columns else levels
+        return layout_levels(self.splits, self.columns)
 
     @property
     def activations(self) -> Distribution:
@@ -386,6 +386,12 @@ def _position_axes(axes: Sequence[Axis], positions: Sequence[int], inside: Seque
         for ranks, inner in zip(positions[axis.level : axis.level + 1], inside[axis.level : axis.level + 1])
         if ranks > inner
     )
+
+
+def layout_levels(splits: Sequence[Split3], columns: Sequence[int]) -> RowsAndFeatures:
+    """The layout of activations around a layer, as :attr:`Strategy.rows_and_features`."""
+    levels = tuple((p0, p1 * p2) for p0, p1, p2 in splits)
+    return tuple((*level, across) for level, across in zip(levels, columns)) if columns else levels
 
 
 @cache

@@ -17,14 +17,14 @@ from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
-from autoddl.costmodel.pricing import edge_steps, moved_shape, row_features
+from autoddl.costmodel.pricing import edge_steps, row_features
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of
 from autoddl.pipelines.runtime.comm.moves import move_calls
 from autoddl.pipelines.runtime.kinds.registry import layer_program, layouts_call, parameter_layouts
 from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, RMS_NORM_EPS, ROTARY_BASE
-from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, moved_dims, stored_rows
+from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, moved_tensor, stored_rows
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
 from .scene import Scene, layout_text, layouts_text
@@ -205,15 +205,14 @@ class _LayerWriter:
         source, samples = scene.strategies[producer], scene.workload.micro_batch
         if source.rows_and_features != self.strategy.rows_and_features:
             ends = source.rows_and_features, self.strategy.rows_and_features
-            shape = moved_shape(producing_layer, ends, samples)
+            shape, has_rows, has_tiles, dims = moved_tensor(producing_layer, ends, samples)
             route = redistribute(source.activations, self.strategy.activations, shape)
             rows = stored_rows(producing_layer.output_shape)
             is_image = len(producing_layer.output_shape) == 3
             own_samples, own_rows = local_shape(rows, source, samples)
             features = producing_layer.output_elements // rows // (source.p1 * source.p2)
             local = (own_samples, own_rows, features)
-            moves_rows, has_tiles, dims = shape[0] != samples, len(shape) > 2, moved_dims(shape)
-            if moves_rows:
+            if has_rows:
                 features = row_features(producing_layer) // (source.p1 * source.p2)
                 if has_tiles:
                     across = source.tiles[1]
@@ -229,7 +228,7 @@ class _LayerWriter:
             for call in move_calls(route, local, dims):
                 priced = [steps.pop(0) for _ in range(call.num_steps)]
                 chain.assign(self._call_text(call, {_LAYOUTS: layouts}), scene.cost(priced) if priced else "")
-            if moves_rows:
+            if has_rows:
                 own_samples, own_rows = local_shape(rows, self.strategy, samples)
                 view = f"{{x}}.reshape(-1, {own_rows}, {{x}}.shape[2])"
                 if is_image:

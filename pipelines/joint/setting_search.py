@@ -128,6 +128,7 @@ class SettingSearch:
         known_s: Step of the incumbent; only plans below it are searched.
         deadline: When the search is given up.
         is_quick: Stop after phase 1, and try cuts only if the best fractional cut is well below ``known_s``.
+
     Attributes:
         best: The best plan of the setting below ``known_s``; None if none was found.
         best_s: Step of ``best``, or ``known_s``.

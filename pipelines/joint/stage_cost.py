@@ -35,7 +35,7 @@ __all__ = ["COMPONENTS", "MEMORY", "Pricing", "Replicas", "StageTable", "StageTa
 #: Components of a stage's vector: seconds of one forward pass and of one backward pass of a micro-batch; seconds per step of the
 #: gradient all-reduce, of which only the least part counts that no backward pass hides, and of the optimizer step; bytes of state,
 #: bytes that one micro-batch keeps for its backward pass, bytes of the activations of the block that is recomputed.  Further
-#: components follow for each weight that is shared with another stage: the bytes of its gradient that a device updates.
+#: components follow for each weight that is shared with another stage: the bytes of its gradient that a device exchanges.
 COMPONENTS = ("forward", "backward", "gradient", "state", "kept", "recomputed")
 #: The components that add up to the resident bytes, each times a factor.
 MEMORY = slice(3, 6)

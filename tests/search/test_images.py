@@ -17,7 +17,7 @@ from autoddl.costmodel.pricing import PriceBook, edge_steps
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.partition import chain_of
-from autoddl.pipelines.runtime.stage.plan import StagePlan, check_stages
+from autoddl.pipelines.runtime.stage.plan import StagePlan, check_stages, moved_tensor
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import resnet, vgg
 from autoddl.zoo.layers import GraphBuilder, batch_norm, conv2d, pool
@@ -208,6 +208,14 @@ def test_images_change_between_strips_and_tiles():
     assert edge_steps(layer, strips, tiles, Workload(1, 1, "float32"), 1) == (
         Step(Collective.ALL_TO_ALL, Axis(2, 1), 8 * 8 * 8 * 4 / 4),
     )
+
+
+def test_tiles_of_images_of_one_row_move_as_rows_and_columns():
+    """Two images of 1 x 8 pixels on 4 ranks: as many rows as samples, which are rows all the same."""
+    layer = conv2d("c", (4, 1, 8), 4, kernel_size=1)
+    tiles = Strategy(((4, 1, 1),), sequence="tiles", positions=(2,), columns=(2,))
+    moved = moved_tensor(layer, [tiles.rows_and_features, Strategy(((1, 4, 1),)).rows_and_features], samples=2)
+    assert moved == ((2, 4, 8), True, True, (0, 1, 2))
 
 
 def test_images_that_ranks_share_move_as_rows_of_pixels():

@@ -41,7 +41,7 @@ from autoddl.costmodel.distribution import Axis, canonical_axes, flat_coordinate
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
-from autoddl.costmodel.strategy import Strategy, copy_axes, expert_axes, mesh_axes, shard_axes
+from autoddl.costmodel.strategy import Strategy, copy_axes, expert_axes, layout_levels, mesh_axes, shard_axes
 
 __all__ = [
     "Layout",
@@ -164,11 +164,7 @@ class Layout:
     @property
     def tile_cuts(self) -> tuple[tuple[Axis, ...], ...]:
         """(axes that split samples and rows, axes that split channels, axes that split columns) of images between layers."""
-        levels = tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
-        if self.columns:
-            cut = canonical_axes(tuple((*level, across) for level, across in zip(levels, self.columns)))
-        else:
-            cut = canonical_axes(levels)
+        cut = canonical_axes(layout_levels(self.splits, self.columns))
         return tuple(tuple(axis for axis, dim in cut if dim == which) for which in range(3))
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from autoddl.costmodel.distribution import Distribution
-from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 
@@ -13,7 +12,7 @@ from ..comm.moving import move_tensor
 from ..images import images_of, images_of_tiles
 from ..load import load_oneflow
 from ..sequences import ascending
-from .plan import moved_dims
+from .plan import moved_tensor
 from .stage import Stage, rows_of
 
 flow: Any = load_oneflow()
@@ -36,8 +35,7 @@ def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
     """
     last, stepper = stage.layers[-1], stage.stepper
     split = last.strategy.activations
-    shape = moved_shape(last.layer, [last.strategy.rows_and_features], samples)
-    moves_rows, has_tiles, dims = shape[0] != samples, len(shape) > 2, moved_dims(shape)
+    shape, has_rows, has_tiles, dims = moved_tensor(last.layer, [last.strategy.rows_and_features], samples)
     replicated = Distribution(split.axes, (Broadcast(),) * len(split.axes))
     route = redistribute(split, replicated, shape)
     own = dict(zip(dims, split.slices(stepper.rank, shape)))
@@ -48,10 +46,10 @@ def whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return dy[tuple(own.get(dim, slice(None)) for dim in range(3))].contiguous()
 
-    if moves_rows:
+    if has_rows:
         value = rows_of(value, last.layer, last.strategy, has_tiles)
     whole = _Function.apply("whole", forward, backward, value)
-    if moves_rows and last.layer.is_image:
+    if has_rows and last.layer.is_image:
         whole = images_of_tiles(whole, samples) if has_tiles else images_of(whole, samples)
     if stage.is_mirrored:
         whole = ascending(whole.reshape(samples, -1, whole.shape[2]))

@@ -11,21 +11,25 @@ import dataclasses
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
+from autoddl.costmodel.distribution import RowsAndFeatures
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph, Place, places_of
 from autoddl.costmodel.layer import zero_of
+from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
 __all__ = [
+    "MovedTensor",
     "StagePlan",
     "check_input_shape",
     "check_stages",
     "entry_strategy",
     "is_mirrored",
     "local_shape",
-    "moved_dims",
+    "moved_tensor",
     "source_layer",
     "stage_plan",
     "stored_rows",
@@ -237,12 +241,28 @@ def stored_rows(shape: Sequence[int]) -> int:
     return prod(shape[:-1]) if len(shape) <= 2 else 1
 
 
-def moved_dims(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the dimension of a rank's tensor for each dimension of the ``shape`` in which a layer's output is redistributed.
+class MovedTensor(NamedTuple):
+    """How a layer's output is redistributed.
 
-    The tensor is (samples or rows, rows, features), or (rows of pixels, channels, columns) if images are cut into tiles.
+    Attributes:
+        shape: Its logical shape (:func:`autoddl.costmodel.pricing.moved_shape`).
+        has_rows: Whether the first dimension is rows or pixels, and not samples.
+        has_tiles: Whether columns of images are cut at one of the ends.
+        dims: Dimension of a rank's tensor for each dimension of the shape. The tensor is (samples or rows, rows, features), or
+            (rows of pixels, channels, columns) if there are tiles.
     """
-    return (0, 2) if len(shape) == 2 else (0, 1, 2)
+
+    shape: tuple[int, ...]
+    has_rows: bool
+    has_tiles: bool
+    dims: tuple[int, ...]
+
+
+def moved_tensor(producer: Layer, ends: Sequence[RowsAndFeatures], samples: int) -> MovedTensor:
+    """Return how the output of a layer is redistributed from one layout to another; the arguments are those of `moved_shape`."""
+    shape = moved_shape(producer, ends, samples)
+    has_tiles = len(shape) > 2
+    return MovedTensor(shape, has_tiles or shape[0] != samples, has_tiles, (0, 1, 2) if has_tiles else (0, 2))
 
 
 def local_shape(rows: int, strategy: Strategy, samples: int) -> tuple[int, int]:

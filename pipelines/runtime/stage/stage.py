@@ -20,7 +20,6 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
-from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
 
@@ -37,7 +36,7 @@ from ..shards import attach_weights
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import check_input_shape, is_mirrored, local_shape, moved_dims, source_layer, stored_rows, strategies_of
+from .plan import check_input_shape, is_mirrored, local_shape, moved_tensor, source_layer, stored_rows, strategies_of
 
 __all__ = ["ReadyLayer", "Stage", "rows_of", "samples_of"]
 
@@ -261,16 +260,16 @@ class Stage:
     def _redistributed(self, x: Tensor, producer: str, reader: ReadyLayer, samples: int) -> Tensor:
         """Redistribute a producer's output for a reader."""
         source, layer = self._strategies[producer], self._model.graph[producer]
-        shape = moved_shape(layer, (source.rows_and_features, reader.strategy.rows_and_features), samples)
-        moves_rows, has_tiles, dims = shape[0] != samples, len(shape) > 2, moved_dims(shape)
-        if moves_rows:
+        ends = source.rows_and_features, reader.strategy.rows_and_features
+        shape, has_rows, has_tiles, dims = moved_tensor(layer, ends, samples)
+        if has_rows:
             x = rows_of(x, layer, source, has_tiles)
         key = (producer, reader.name, samples)
         if key not in self._known_moves:
             route = redistribute(source.activations, reader.strategy.activations, shape)
             self._known_moves[key] = move_calls(route, tuple(x.shape), dims)
         x = run_moves(x, self._known_moves[key], self.stepper, dims)
-        if not moves_rows:
+        if not has_rows:
             return x
         return samples_of(x, layer, local_shape(stored_rows(layer.output_shape), reader.strategy, samples), has_tiles)
 
