@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 
@@ -39,6 +38,7 @@ from .meshes import StageMesh
 from .space import SOME_BLOCKS, recomputations_of_stage, ways_of_arcs, ways_of_units
 from .stage_cost import MEMORY
 from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
+from .unit_runs import UnitRuns, runs_of
 
 __all__ = ["MEMORY_PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
 
@@ -78,47 +78,6 @@ class Arc:
     rows: StageFront
     entry: np.ndarray
     exit: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class UnitRuns:
-    """The runs of a chain (equal units that follow each other), and linear lower bounds on the transfers over boundaries.
-
-    The transfer over boundary b in one direction takes at least ``base[b]`` + the sum, over all units before the boundary, of
-    ``slopes[b, run of the unit]`` seconds.
-
-    Attributes:
-        first: First unit of each run.
-        sizes: Number of units of each run.
-        base: Shape (stages - 1,).
-        slopes: Shape (stages - 1, runs).
-    """
-
-    first: np.ndarray
-    sizes: np.ndarray
-    base: np.ndarray
-    slopes: np.ndarray
-
-    def possible_in(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return whether a stage may have units of a run if the boundaries are within ``ranges``; shape (stages, runs)."""
-        begins = np.array([0, *(low for low, _ in ranges)])[:, None]
-        ends = np.array([*(high for _, high in ranges), int(self.sizes.sum())])[:, None]
-        return np.asarray(np.maximum(begins, self.first) < np.minimum(ends, self.first + self.sizes))
-
-    def transfer_coefficients(self, weights: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return the weighted sum of the transfers as a linear function of the numbers of units n(stage, run).
-
-        Args:
-            weights: Weight of the transfer over each boundary, shape (..., stages - 1).
-
-        Returns:
-            The coefficients of n, shape (..., stages, runs), and the constant.
-        """
-        by_boundary = weights[..., None] * self.slopes
-        # A unit of stage s is before the boundaries s, s + 1, ...: sums from the last boundary on.
-        none = np.zeros((*by_boundary.shape[:-2], 1, len(self.sizes)))
-        sums = np.concatenate([np.cumsum(by_boundary[..., ::-1, :], axis=-2)[..., ::-1, :], none], axis=-2)
-        return sums, weights @ self.base
 
 
 class CutGraph:
@@ -435,23 +394,7 @@ class CutGraph:
     @cached_property
     def runs(self) -> UnitRuns:
         """The runs of equal units, with linear lower bounds on transfers."""
-        sizes = np.array([len(list(units)) for _, units in groupby(self.explorer.chain.kinds)])
-        first = np.cumsum(sizes) - sizes
-        base, slopes = np.zeros(self.num_stages - 1), np.zeros((self.num_stages - 1, len(sizes)))
-        for boundary, transfers in enumerate(self._transfers):
-            previous = 0.0
-            for run, unit in enumerate(first.tolist()):
-                # Behind every unit of a run tensors of equal size cross.  If they are larger than those of the run before, the
-                # difference is added while this run fills; if they are smaller, it is subtracted while the run before fills.
-                # Both are at most the truth.  For a single unit both are exact.
-                current = float(transfers[unit + 1])
-                filling = run if current >= previous or sizes[run] == 1 else run - 1
-                if run == 0:
-                    base[boundary] = current
-                else:
-                    slopes[boundary, filling] += (current - previous) / sizes[filling]
-                previous = current
-        return UnitRuns(first, sizes, base, slopes)
+        return runs_of(self.explorer.chain.kinds, self._transfers)
 
     def cheapest_units(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what every unit costs at least at every stage, and a way to run the unit that costs that much.
@@ -499,6 +442,29 @@ class CutGraph:
     def price_of_limits(self, price: np.ndarray) -> float:
         """Return the sum over all workers of price times memory limit [s], for the price of a byte of each stage."""
         return float((price * self.limit_bytes / self._stages_on_worker).sum())
+
+    def value_at(self, bound: Bound, of_units: np.ndarray, counts: np.ndarray) -> float:
+        """Return the value of a bound at a cut, which may be fractional.
+
+        Args:
+            bound: The bound.
+            of_units: What units cost in it at least (:meth:`cheapest_units`), shape (stages, units).
+            counts: Number of units of each run at each stage, shape (stages, runs).
+        """
+        row, constant = self.row_of(bound, of_units)
+        return float((row * counts).sum()) + constant
+
+    def row_of(self, bound: Bound, of_units: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return a bound as a linear function of the numbers of units of each run at each stage; arguments as :meth:`value_at`.
+
+        Returns:
+            The coefficients, shape (stages, runs), and the constant.
+        """
+        terms = self.terms
+        weights = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
+        crossing, constant = self.runs.transfer_coefficients(weights)
+        prices = sum(self.price_of_limits(price) for price in bound.prices)
+        return of_units[:, self.runs.first] + crossing, float(constant) - prices
 
     def memory_share(self, stage: int) -> float:
         """Return a stage's share of the memory limit [bytes], if all stages of its worker have equal shares."""

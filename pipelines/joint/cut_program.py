@@ -1,4 +1,4 @@
-"""The best cut of a setting according to the known linear bounds: an integer program.
+"""Cuts of a setting that are below a threshold on all known linear bounds: an integer program.
 
 A chain consists of runs of equal units that follow each other.  The variable n(s, r) is the number of units of run r at stage s.
 With v(k, s, r) the least that such a unit costs in bound k, the program is
@@ -9,7 +9,8 @@ With v(k, s, r) the least that such a unit costs in bound k, the program is
         sum over r of n(s, r)  >=  1                                                                     for every stage s
         the units are in the order of the chain: n is a cut
 
-Its optimum is the least, over all cuts, of the largest bound.
+Its optimum is the least, over all cuts, of the largest bound (:meth:`CutProgram.solve`).  With theta fixed at a threshold, any cut
+that satisfies the constraints is as good as another one, and found much sooner (:meth:`CutProgram.find`).
 
 **Order of the units.**  A stage has units of the next run only if all units of this run are at the stage or before it.  With
 c(b, r) = n(0, r) + ... + n(b, r), the number of units of run r before boundary b,
@@ -27,18 +28,22 @@ limits are constraints, with m(s, r) the least bytes of a unit of run r at stage
     sum over w's stages s and over r of m(s, r) n(s, r)  <=  limit                                           for every worker w
 
 **Transfers.**  A transfer depends on the last unit before its boundary.  It is bounded by a sum over all units before the boundary
-(:class:`.cut_graph.UnitRuns`), which is linear in n.
+(:class:`.unit_runs.UnitRuns`), which is linear in n.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .cut_graph import Bound, CutGraph
 from .cut_regions import Cut, Region
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 __all__ = ["TOLERANCE", "CutProgram"]
 
@@ -77,15 +82,11 @@ class CutProgram:
         return any(bound.is_path(path) for bound in self.bounds)
 
     def add(self, bound: Bound) -> None:
-        """Add a bound; of its vectors of prices only the first counts."""
+        """Add a bound, which has one vector of prices at most."""
         price = bound.prices[0] if bound.prices else np.zeros(self.stages)
         cheapest = self.cut_graph.cheapest_units(bound.weights, price)
         assert cheapest is not None
-        terms = self.cut_graph.terms
-        weights = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
-        crossing, constant = self.cut_graph.runs.transfer_coefficients(weights)
-        row = cheapest[0][:, self.first] + crossing
-        constant = float(constant) - self.cut_graph.price_of_limits(price)
+        row, constant = self.cut_graph.row_of(bound, cheapest[0])
         self.bounds.append(bound)
         self._rows.append(row.ravel())
         self._constants.append(constant)
@@ -98,6 +99,24 @@ class CutProgram:
         """Return n of a cut, shape (stages, runs)."""
         ends = self.first + self.sizes
         return np.array([np.maximum(np.minimum(stop, ends) - np.maximum(first, self.first), 0) for first, stop in cut])
+
+    def find(self, region: Region, threshold: float, seconds: float) -> Cut | None:
+        """Find any cut of a region that is below a threshold on all bounds; None if there is none.
+
+        Args:
+            region: The region.
+            threshold: The finite threshold [s].
+            seconds: Time limit of the solver.
+
+        Raises:
+            TimeoutError: The solver did not end within the time limit.
+        """
+        solution = self._solution(region, threshold * (1 + TOLERANCE), 1.0, False, seconds)
+        if solution.status == _INFEASIBLE:
+            return None
+        if solution.x is None:
+            raise TimeoutError
+        return self._cut_of(solution.x)
 
     def solve(self, region: Region, threshold: float, seconds: float) -> tuple[float, Cut] | None:
         """Find the cut of a region whose largest bound is the least.
@@ -113,16 +132,50 @@ class CutProgram:
         Raises:
             TimeoutError: The solver found no cut within the time limit.
         """
+        # Costs are scaled so that theta is 1 at the threshold.
+        scale, most = threshold * (1 + TOLERANCE), 1.0
+        if math.isinf(threshold):
+            scale, most = max(float(np.abs(row).max()) for row in self._rows) * self.num_units or 1.0, np.inf
+        solution = self._solution(region, scale, most, True, seconds)
+        if solution.status == _INFEASIBLE:
+            return None
+        if solution.x is None:
+            raise TimeoutError
+        return float(solution.mip_dual_bound) * scale * (1 - TOLERANCE), self._cut_of(solution.x)
+
+    def least(self, region: Region, threshold: float, seconds: float) -> float:
+        """Return a lower bound on the largest bound of any cut of a region, or the threshold if that is less.
+
+        Args:
+            region: The region.
+            threshold: The finite threshold [s].
+            seconds: Time limit of the solver; with more of it the bound is better.
+        """
+        scale = threshold * (1 + TOLERANCE)
+        solution = self._solution(region, scale, 1.0, True, seconds)
+        if solution.status == _INFEASIBLE:
+            return threshold
+        dual_bound = solution.mip_dual_bound
+        if dual_bound is None or not math.isfinite(dual_bound):
+            return 0.0
+        return min(threshold, float(dual_bound) * scale * (1 - TOLERANCE))
+
+    def _solution(self, region: Region, scale: float, most: float, minimises: bool, seconds: float) -> OptimizeResult:
+        """Solve the program; its variables are n(s, r), z(b, r) and theta.
+
+        Args:
+            region: The region of the cuts.
+            scale: Unit of theta [s].
+            most: Largest theta, in units of ``scale``; without a limit the memory of workers is limited.
+            minimises: Whether theta is minimised.
+            seconds: Time limit of the solver.
+        """
         # Imported here because loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
         num_binaries = len(self._binaries)
-        # The variables: n(s, r), z(b, r), theta.  Costs are scaled so that theta is 1 at the threshold.
         size = self._num_counts + num_binaries + 1
-        scale, most = threshold * (1 + TOLERANCE), 1.0
-        if math.isinf(threshold):
-            scale, most = max(float(np.abs(row).max()) for row in self._rows) * self.num_units or 1.0, np.inf
         rows, constants = np.array(self._rows) / scale, np.array(self._constants) / scale
         of_bounds = np.hstack([rows, np.zeros((len(rows), num_binaries)), -np.ones((len(rows), 1))])
         matrix, low, high = self._cut_constraints(region)
@@ -130,27 +183,26 @@ class CutProgram:
             LinearConstraint(csr_matrix(of_bounds), -np.inf, -constants),
             LinearConstraint(csr_matrix(matrix), low, high),
         ]
-        if math.isinf(threshold):
+        if math.isinf(most):
             memory = np.hstack([self._memory_rows, np.zeros((len(self._memory_rows), num_binaries + 1))])
             constraints.append(LinearConstraint(csr_matrix(memory), -np.inf, 1 + TOLERANCE))
         upper = np.append(
             np.where(self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
             np.append(np.ones(num_binaries), most),
         )
-        solution = milp(
-            np.append(np.zeros(size - 1), 1.0),
+        return milp(
+            np.append(np.zeros(size - 1), float(minimises)),
             constraints=constraints,
             integrality=np.append(np.ones(size - 1), 0.0),
             bounds=Bounds(np.append(np.zeros(size - 1), -np.inf), upper),
             options={"mip_rel_gap": _GAP, "time_limit": max(seconds, 0.01)},
         )
-        if solution.status == _INFEASIBLE:
-            return None
-        if solution.x is None:
-            raise TimeoutError
-        counts = np.round(solution.x[: self._num_counts]).astype(int).reshape(self.stages, self.runs)
+
+    def _cut_of(self, solution: np.ndarray) -> Cut:
+        """Return the cut of a solution's variables."""
+        counts = np.round(solution[: self._num_counts]).astype(int).reshape(self.stages, self.runs)
         stops = np.cumsum(counts.sum(axis=1)).tolist()
-        return float(solution.mip_dual_bound) * scale * (1 - TOLERANCE), list(zip((0, *stops[:-1]), stops))
+        return list(zip((0, *stops[:-1]), stops))
 
     @cached_property
     def _memory_rows(self) -> np.ndarray:

@@ -7,9 +7,10 @@ With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
     (:mod:`autoddl.search.planner`) finds the best plan of one stage.  All are members of the joint space.  The best of them is the
     first incumbent, unless the user gives a better plan (:mod:`.start`).
 2.  **Early incumbent.**  The most promising settings of the space give a good plan early.
-3.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`).  Their plans are
-    members of the space, too.  The best plan so far is the incumbent of phase 4, so no plan is slower than a row of its own table.
-4.  **The whole space** is searched for a better plan (:mod:`.search`).
+3.  **The whole space** is searched for a better plan (:mod:`.search`).
+4.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`), before phase 3 if no plan
+    is known.  Their plans are members of the space, too: a better one becomes the incumbent, and phase 3 goes on, so no plan is
+    slower than a row of its own table.
 
 With the name of a paper, the plan is the one that the paper's planner chooses (:mod:`.paper_planners`); the other plans are
 computed for comparison.
@@ -41,7 +42,7 @@ from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
 from .recipe_trials import recipe_trials
 from .result import Considered, JointOptions, PlanResult, Rival
-from .rivals import RECIPE, RIVAL_FAMILIES, describe_stop, paper_plan, plan_rivals
+from .rivals import RECIPE, RIVAL_FAMILIES, SHARE_OF_FAMILIES, describe_stop, paper_plan, plan_rivals
 from .search import Explored, Search, improve_near
 from .space import MAX_PASSES
 from .start import Start, start_note, start_problem, started
@@ -235,22 +236,28 @@ def _plan_by_search(
     search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.report)
     is_good = best is not None and best is not trial
     best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT, is_good) or best
-    # Phase 3: the best plan of every family.
-    rivals: list[Rival] = []
-    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, (trial, recipe), clock):
-        rivals.append(rival)
-        if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
-            best = plan
-            job.report(_cost(job, best), _ideal_s(job), len(rivals))
+    plan_families = partial(_plan_families, job, unpipelined, one_stage, error, explorer, (trial, recipe), clock)
+    rivals: list[Rival] | None = None
+    if best is None:
+        # A family may have a plan where the whole space has too many settings to find one.
+        rivals, best = plan_families(None)
     if best is None:
         # Perhaps no plan fits.  The least memory of a plan proves that sooner than a search for plans.
         least_bytes, is_proven = _least_memory(job, explorer)
         if least_bytes > job.limit_bytes * (1 + 1e-9) and is_proven:
             raise _infeasible(job, least_bytes, is_proven, error)
-    # Phase 4: the whole space.
-    explored = search.resume(math.inf if best is None else _cost(job, best), clock)
-    if explored.best is not None and (best is None or _cost(job, explored.best) < _cost(job, best)):
-        best = explored.best
+    # Phase 3: the whole space, with time left for the families.
+    of_families_s = 0.0 if rivals is not None else SHARE_OF_FAMILIES * job.time_limit_s
+    known_s = math.inf if best is None else _cost(job, best)
+    explored = search.resume(known_s, Clock(clock.left_s - of_families_s, job.stop))
+    best = _cheaper(job, best, explored.best)
+    # Phase 4: the best plan of every family.
+    if rivals is None:
+        known_s = math.inf if best is None else _cost(job, best)
+        rivals, best = plan_families(best)
+        if best is not None and _cost(job, best) < known_s:
+            explored = search.resume(_cost(job, best), clock)
+            best = _cheaper(job, best, explored.best)
     if best is None:
         job.stop.check()
         if not explored.is_finished:
@@ -279,6 +286,32 @@ def _plan_by_search(
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
+
+
+def _plan_families(
+    job: PlanningJob,
+    unpipelined: Planned | None,
+    one_stage: Evaluation | None,
+    error: UserError | None,
+    explorer: Explorer,
+    tried: tuple[Evaluation | None, Evaluation | None],
+    clock: Clock,
+    best: Evaluation | None,
+) -> tuple[list[Rival], Evaluation | None]:
+    """The rows of all families, and the best plan of these and of ``best``; the other arguments are those of
+    :func:`.rivals.plan_rivals`."""
+    rivals: list[Rival] = []
+    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, tried, clock, best is not None):
+        rivals.append(rival)
+        if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
+            best = plan
+            job.report(_cost(job, best), _ideal_s(job), len(rivals))
+    return rivals, best
+
+
+def _cheaper(job: PlanningJob, one: Evaluation | None, other: Evaluation | None) -> Evaluation | None:
+    """The plan of the lower cost; the first if both cost the same."""
+    return min((plan for plan in (one, other) if plan is not None), key=partial(_cost, job), default=None)
 
 
 def _with_bound_of_space(job: PlanningJob, rival: Rival, explored: Explored) -> Rival:
@@ -385,7 +418,7 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         simulated=1,
         stage_searches=0,
     )
-    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer(), (None, None), clock)
+    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer(), (None, None), clock, True)
     return PlanResult(
         graph=job.graph,
         cluster=job.cluster,

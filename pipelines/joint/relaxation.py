@@ -12,7 +12,7 @@ With the step theta, the program is
         sum over the columns of stages 0 to b of x(c)  within its range                 for every boundary b
         sum over the columns of w's stages of m(c) x(c)  <=  limit                      for every worker w           price on w
 
-The transfers over a boundary are the linear lower bounds of :class:`.cut_graph.UnitRuns`.
+The transfers over a boundary are the linear lower bounds of :class:`.unit_runs.UnitRuns`.
 
 Paths and columns are generated as they are needed.  The longest path of the schedule at the best x becomes a new row (Kelley's
 cutting planes).  The cheapest way to run a unit at the dual values becomes a new column, if its reduced cost is negative.
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from ..stepgraph import Terms
-from .cut_graph import UnitRuns
+from .unit_runs import UnitRuns
 
 __all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
 
@@ -145,7 +145,7 @@ class Relaxation:
 
     # --------------------------------------------------------------------------------------------------------- solutions
 
-    def solve(self, ranges: Sequence[tuple[int, int]]) -> Relaxed | None:
+    def solve(self, ranges: Sequence[tuple[float, float]]) -> Relaxed | None:
         """Find the best fractional cut for the known paths and columns.
 
         Afterwards :meth:`reduced_costs` refers to this solution.

@@ -41,6 +41,7 @@ from .stage_search import MakeStages, megatron_stages, replicated_stages
 __all__ = [
     "RECIPE",
     "RIVAL_FAMILIES",
+    "SHARE_OF_FAMILIES",
     "Family",
     "describe",
     "describe_common_strategy",
@@ -52,7 +53,7 @@ __all__ = [
 #: Title of the row of the best recipe.
 RECIPE = "Megatron recipe"
 #: Share of the time limit for the searches of all families together.
-_SHARE_OF_FAMILIES = 0.1
+SHARE_OF_FAMILIES = 0.1
 #: Share of the time limit for the planner of each paper.
 _SHARE_OF_PAPER = 0.02
 #: Seconds of processor time, at least, in which a family may find a plan if none is known, even if the time limit is shorter.
@@ -131,6 +132,7 @@ def plan_rivals(
     explorer: Explorer,
     tried: tuple[Evaluation | None, Evaluation | None],
     clock: Clock,
+    has_plan: bool,
 ) -> Iterator[tuple[Rival, Evaluation | None]]:
     """Plan the rivals one after the other: the plans without a pipeline, then the best plan of each family.
 
@@ -142,6 +144,7 @@ def plan_rivals(
         explorer: An explorer of the job, whose tables the searches of the families may share.
         tried: The best plan of the trials by Megatron's rule (:mod:`.megatron_trials`), and the best recipe; None if none fits.
         clock: The time limit of the whole search.
+        has_plan: Whether any plan is known, which may be of no family.
 
     Yields:
         The row of the family, and its best plan (None if there is none).
@@ -157,8 +160,8 @@ def plan_rivals(
         how = f"{describe(recipe)}{describe_common_strategy(recipe)}"
         yield Rival.of(RECIPE, recipe, how, lower_bound_s=None), recipe
     offered = [family for family in RIVAL_FAMILIES if not family.stale or job.options.allow_stale]
-    time_per_weight_s = _SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
-    best = one_stage or trial
+    time_per_weight_s = SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
+    has_plan = has_plan or one_stage is not None or trial is not None
     found: dict[str | None, Evaluation | None] = {None: None, _TRIALS: trial}
     for family in RIVAL_FAMILIES:
         if family not in offered:
@@ -166,9 +169,9 @@ def plan_rivals(
             continue
         deadline = Clock(min(family.weight * time_per_weight_s, clock.left_s), job.stop)
         # As long as no plan is known, the time of the whole search may be used to find one.
-        patience = Clock(max(clock.left_s, _TIME_FOR_FIRST_S), job.stop) if best is None else None
+        patience = Clock(max(clock.left_s, _TIME_FOR_FIRST_S), job.stop) if not has_plan else None
         rival, plan = _pipeline(job, family, explorer, deadline, patience, found[family.contains])
-        best, found[family.title] = plan or best, plan
+        has_plan, found[family.title] = has_plan or plan is not None, plan
         yield rival, plan
 
 

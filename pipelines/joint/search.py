@@ -75,6 +75,7 @@ class _OpenSetting:
         has_memory_bound: Whether the bound includes the memory limit (:func:`_bound_with_memory`).
         has_level_bound: Whether the bound includes the loads of workers with several stages (:func:`_bound_by_loads`).
         num_attempts: Number of attempts so far.
+        search: The search of the setting, if it ended undecided; the next attempt goes on with it.
         estimate_s: Estimate of the step of a good plan; 0 if there is none.
         num_estimates: Precision of the estimate: from the first bound (0), with memory (1), by simulation (2).
     """
@@ -85,6 +86,7 @@ class _OpenSetting:
     has_memory_bound: bool = field(default=False, compare=False)
     has_level_bound: bool = field(default=False, compare=False)
     num_attempts: int = field(default=0, compare=False)
+    search: SettingSearch | None = field(default=None, compare=False)
     estimate_s: float = field(default=0.0, compare=False)
     num_estimates: int = field(default=0, compare=False)
 
@@ -359,7 +361,7 @@ class Search:
             entry.has_memory_bound = True
             return True
         # The bound by loads of workers with several stages takes longer than a first attempt, which usually decides a setting.
-        if entry.num_attempts and not entry.has_level_bound:
+        if False:
             entry.bound_s = max(entry.bound_s, _bound_by_loads(self.explorer, entry.setting, self.best_s))
             entry.has_level_bound = True
             return True
@@ -371,18 +373,24 @@ class Search:
         time_s = _ATTEMPTS_S[min(entry.num_attempts, len(_ATTEMPTS_S) - 1)]
         deadline = _time_slice(self._end, time_s)
         is_quick = not entry.num_attempts and self._num_cuts(entry.setting) > _MAX_CUTS_OF_FULL_ATTEMPT
-        setting_search = SettingSearch(self.explorer, entry.setting, self.best_s, deadline, is_quick)
+        resumed, entry.search = entry.search, None
+        setting_search = resumed or SettingSearch(self.explorer, entry.setting, self.best_s, deadline, is_quick)
+        num_simulated, best_s = setting_search.simulated, self.best_s
         entry.num_attempts += 1
         try:
             with self.explorer.stop.until(_time_slice(self._end, time_s + _LONGEST_STEP_S)):
-                setting_search.run()
+                if resumed is None:
+                    setting_search.run()
+                else:
+                    setting_search.resume(self.best_s, deadline)
         except UnsettledError:
-            pass
+            entry.search = setting_search
         except StopRequestedError:
+            entry.search = setting_search
             self.explorer.stop.check()  # raises if more than this attempt has to end
         finally:
-            self.result.num_simulated += setting_search.simulated
-            if setting_search.best is not None:
+            self.result.num_simulated += setting_search.simulated - num_simulated
+            if setting_search.best is not None and setting_search.best_s < best_s:
                 self.result.best, self.best_s = setting_search.best, setting_search.best_s
                 self._best_setting = entry
             entry.bound_s = max(entry.bound_s, setting_search.bound_s * _ROUNDING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, product
 from types import SimpleNamespace
 
@@ -126,6 +127,7 @@ def test_the_best_cut_by_all_bounds(
         limit_bytes=units,
         price_of_limits=lambda price: float(price.sum()),
     )
+    cut_graph.row_of = partial(CutGraph.row_of, cut_graph)
     cuts = CutProgram(cut_graph)  # type: ignore[arg-type]
     prices = [np.zeros(stages), dice.uniform(0.0, 0.2, stages)]
     bounds = [Bound(path, (prices[number % 2],)) for number, path in enumerate(weights)]

@@ -1,0 +1,288 @@
+"""Linear lower bounds on the plans of one setting, over all cuts of a region or at one point.
+
+Every path P of the schedule's graph is a lower bound on the step that is linear in the seconds t of all terms
+(:mod:`autoddl.pipelines.stepgraph`).  So is every mean of paths, with shares lambda(P) that are not negative and sum to 1, also if
+bytes beyond the limit have prices mu(w) >= 0:
+
+    bound(t)  =  sum over P, k of lambda(P) n(P, k) t(k)  +  sum over w of mu(w) (bytes(w) - limit)
+
+is at most step(t) for every plan that fits.  A linear bound is a sum over stages.  With free redistributions it is a sum over
+units, so that dynamic programming finds its least value over all cuts and all ways to run units.  There are many paths, but only
+few matter.  They are found as they are needed: the longest path at some times t is the bound that is exact at t.
+
+The linear program of :mod:`.relaxation` finds the shares and prices whose bound is best.  It generates paths (cutting planes) and
+ways to run units (columns) until the bound reaches the threshold or rises no more:
+
+-   *over a region* of cuts, its solution is the best fractional cut (:meth:`SettingBounds.of_region`);
+-   *at a point*, which has given boundaries that may be fractional, the program's optimum is a convex function of the boundaries,
+    and the bound is a plane below it that touches it there (:meth:`SettingBounds.at`).
+
+Long schedules that repeat themselves are replaced by short ones, whose steps are lower bounds (*condensed* graphs,
+:mod:`autoddl.pipelines.periods`), until :meth:`SettingBounds.use_whole_schedule` is called.  The period of an asynchronous schedule
+is not a longest path.  It is bounded by the loads of the workers only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoddl.costmodel.stopping import Deadline
+
+from ..stepgraph import StepGraph
+from .bounds import balance_weights, worker_loads, worker_paths
+from .cut_graph import Bound, CutGraph
+from .cut_regions import Cut, Region, cheapest_cut
+from .cut_times import times_of_even_cut
+from .explorer import Explorer, Setting
+from .incumbent import Incumbent
+from .relaxation import Relaxation, UnsolvedError
+
+__all__ = ["MAX_CUT_ROUNDS", "MAX_ROUNDS", "RegionBound", "SettingBounds", "UnsettledError"]
+
+#: Largest number of linear programs that are solved for the bound of all cuts, and of one cut.
+MAX_ROUNDS, MAX_CUT_ROUNDS = 40, 8
+#: The bound of a region is not raised further if its distance from the step of the best fractional cut is less than this part of
+#: the distance from there to the threshold: it would stay below the threshold.
+_CLOSE = 0.1
+#: The same part in a quick search, which leaves the rest to a later one.
+_CLOSE_IF_QUICK = 0.4
+#: Largest number of paths in the linear program.
+_MAX_PATHS = 80
+
+
+class UnsettledError(Exception):
+    """The search ended before the setting was settled."""
+
+
+@dataclass(frozen=True, eq=False)
+class RegionBound:
+    """The best known linear bound over the cuts of a region.
+
+    Attributes:
+        least_s: No plan with a cut of the region is below it; infinite if the region has no plan.
+        bound: The mean of paths, with prices of memory.
+        boundaries: Boundaries of the best fractional cut, in units; shape (stages - 1,).
+        vectors: The cheapest way to run each unit at the bound: seconds forward, backward, of recomputation and of all-reduce, and
+            bytes; shape (stages, units, 5).
+        fractional_s: The least step of a fractional cut that was met.
+        is_cut_short: Whether the deadline ended the search for a better bound.
+    """
+
+    least_s: float
+    bound: Bound
+    boundaries: np.ndarray
+    vectors: np.ndarray
+    fractional_s: float
+    is_cut_short: bool = False
+
+
+class SettingBounds:
+    """Linear lower bounds of one setting.
+
+    Args:
+        explorer: Searches of stages, and schedules, that all settings share.
+        setting: The setting; its schedule has a memory demand.
+        incumbent: Bounds are raised until they reach it.
+
+    Attributes:
+        cut_graph: The arcs of the setting.
+        relaxation: The linear program.
+        is_condensed: Whether a shorter schedule stands for the setting's.
+        even_times: Times of the even fractional cut with its units run so that they fit; None if it does not fit.
+        deadline: When the search is given up.
+        is_quick: Whether bounds that are nearly as good as they get are not raised further.
+    """
+
+    def __init__(self, explorer: Explorer, setting: Setting, incumbent: Incumbent):
+        demand = explorer.memory_demand(setting.schedule)
+        assert demand is not None
+        self.explorer, self.setting, self.incumbent = explorer, setting, incumbent
+        condensed = explorer.condensed_graph(setting)
+        self.is_condensed = condensed is not None
+        self.schedule_graph = condensed or explorer.schedule_graph(setting)
+        self.cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
+        stages_of_workers = [[stage for _, stage in held] for held in demand.homes]
+        self.relaxation = Relaxation(self.cut_graph.runs, stages_of_workers, self.cut_graph.limit_bytes)
+        self.even_times: np.ndarray | None = None
+        self.deadline, self.is_quick = Deadline(), False
+
+    @property
+    def graph(self) -> StepGraph:
+        """The graph of the schedule, which must be synchronous."""
+        assert self.schedule_graph.graph is not None
+        return self.schedule_graph.graph
+
+    @property
+    def whole_region(self) -> Region:
+        """The region of all cuts."""
+        return Region.whole(self.cut_graph.num_stages, self.cut_graph.num_units)
+
+    def use_whole_schedule(self) -> None:
+        """Use the graph of the setting's own schedule from now on."""
+        self.schedule_graph, self.is_condensed = self.explorer.schedule_graph(self.setting), False
+
+    # ------------------------------------------------------------------------------------------------- paths and columns
+
+    def initialise(self) -> bool:
+        """Add the first paths and columns; return whether every unit can be run.
+
+        The paths are the balance bound and the workers' loads, with fill and drain if the schedule is synchronous.  The columns
+        are the cheapest ways to run units at several prices of memory, the last of which counts memory alone.
+        """
+        balanced = balance_weights(self.setting.schedule, self.setting.widths)
+        spec = self.setting.schedule
+        for path in (balanced, *(worker_paths(spec) if spec.synchronous else worker_loads(spec))):
+            self.add_path(path, is_from_schedule=True)
+        weights = np.maximum(balanced, 1e-3)
+        prices = self.cut_graph.price_grid(weights, self.approximate_step_s())
+        for price in (*prices, 1e6 * prices[-1]):
+            cheapest = self.cut_graph.cheapest_units(weights, price)
+            if cheapest is None:
+                return False
+            _, vectors = cheapest
+            self.relaxation.add_columns(vectors[:, self.relaxation.first])
+            times, fits = times_of_even_cut(self.cut_graph, vectors)
+            if self.even_times is None and fits:
+                self.even_times = times
+        return True
+
+    def approximate_step_s(self) -> float:
+        """Return about how many seconds a step takes, to scale prices of memory."""
+        if math.isfinite(self.incumbent.best_s):
+            return self.incumbent.best_s
+        loads = Bound(np.maximum.reduce(worker_loads(self.setting.schedule)))
+        return float(self.cut_graph.least_over_all_cuts(loads, 0.0, (0.0,)))
+
+    def add_path(self, path: np.ndarray, is_from_schedule: bool = False) -> bool:
+        """Add a path to the linear program; return whether it is new.
+
+        Args:
+            path: How often the path passes each term.
+            is_from_schedule: Whether other settings of the schedule know the path already.
+        """
+        if (self.relaxation.paths == path).all(axis=1).any():
+            return False
+        self.relaxation.add_path(path)
+        if not is_from_schedule:
+            self.schedule_graph.remember(path)
+        if len(self.relaxation.paths) > _MAX_PATHS:
+            self.relaxation.drop_paths(_MAX_PATHS // 2)
+        return True
+
+    def add_known_paths(self) -> None:
+        """Add the longest paths of other settings of the schedule, and of the even cut."""
+        for path in self.schedule_graph.paths:
+            self.add_path(path, is_from_schedule=True)
+        if self.even_times is not None:
+            self.add_path(self.graph.step(self.even_times)[1])
+
+    # ------------------------------------------------------------------------------------------------------------ bounds
+
+    def of_region(self, region: Region, max_rounds: int) -> RegionBound:
+        """Return the best linear bound over the cuts of a region: it settles the region, rises no more, or the time is over.
+
+        Raises:
+            UnsettledError: A linear program was not solved.
+        """
+        ranges = region.ranges
+        return self._raised(
+            ranges, max_rounds, lambda bound, costs: self.cut_graph.least_in_region(bound, costs, ranges)
+        )
+
+    def of_cut(self, cut: Cut) -> RegionBound:
+        """Return the best linear bound of one cut, by the costs of its arcs too; raises as :meth:`of_region`."""
+        only = Region.of_cut(cut)
+        return self.sharpened(only, self.of_region(only, MAX_CUT_ROUNDS))
+
+    def at(self, boundaries: Sequence[float]) -> Bound | None:
+        """Return the best linear bound at a point, which holds for all cuts; None if there are no ways to run the units that fit.
+
+        Args:
+            boundaries: The number of units before each boundary, which may be fractional.
+
+        Raises:
+            UnsettledError: A linear program was not solved.
+        """
+        counts = self.cut_graph.runs.counts_at(boundaries)
+        ranges = tuple((boundary, boundary) for boundary in boundaries)
+        raised = self._raised(
+            ranges, MAX_CUT_ROUNDS, lambda bound, costs: self.cut_graph.value_at(bound, costs, counts)
+        )
+        return raised.bound if math.isfinite(raised.least_s) else None
+
+    def _raised(
+        self,
+        ranges: Sequence[tuple[float, float]],
+        max_rounds: int,
+        least_of: Callable[[Bound, np.ndarray], float],
+    ) -> RegionBound:
+        """Solve the linear program again and again, with new paths and columns each time; arguments as :meth:`of_region`.
+
+        Args:
+            ranges: Least and largest number of units before each boundary.
+            max_rounds: Largest number of programs.
+            least_of: The least value of a bound within the ranges, from the bound and from what units cost in it at least.
+        """
+        cut_graph, relaxation, incumbent = self.cut_graph, self.relaxation, self.incumbent
+        infeasible = RegionBound(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
+        best: RegionBound | None = None
+        # The best fractional cut so far: its step, and its times.
+        center_s, center = math.inf, self.even_times
+        is_cut_short = False
+        for _ in range(max_rounds):
+            if best is not None and self.deadline.is_over:
+                is_cut_short = True
+                break  # the bound so far holds
+            self.explorer.stop.check()
+            # Solve the linear program.  Its dual values give a bound over the cuts of the region.
+            try:
+                relaxed = relaxation.solve(ranges)
+            except UnsolvedError as error:
+                raise UnsettledError from error
+            if relaxed is None:
+                return infeasible
+            bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,))
+            cheapest = cut_graph.cheapest_units(bound.weights, relaxed.price)
+            assert cheapest is not None
+            costs, vectors = cheapest
+            least_s = least_of(bound, costs)
+            if best is None or least_s > best.least_s:
+                best = RegionBound(least_s, bound, relaxed.boundaries, vectors, center_s)
+            if incumbent.is_reached_by(least_s):
+                return best
+            # Add columns of negative reduced cost.
+            reduced_costs = relaxation.reduced_costs(costs[:, relaxation.first]) + 1e-9 * relaxed.step_s
+            is_new = relaxation.add_columns(vectors[:, relaxation.first], reduced_costs)
+            if not self.setting.schedule.synchronous:
+                if not is_new:
+                    break
+                continue
+            # Add the longest path at the program's solution, and at the point halfway to the best fractional cut so far: the
+            # solutions alone swing from one extreme to another.
+            center = relaxed.times if center is None else center
+            for times in ((relaxed.times + center) / 2, relaxed.times):
+                step, path = self.graph.step(times)
+                is_new |= self.add_path(path)
+                if step < center_s:
+                    center_s, center = step, times
+            close = _CLOSE_IF_QUICK if self.is_quick else _CLOSE
+            if not is_new or center_s - best.least_s < close * (incumbent.threshold - center_s):
+                break
+        assert best is not None
+        return replace(best, fractional_s=center_s, is_cut_short=is_cut_short)
+
+    def sharpened(self, region: Region, region_bound: RegionBound) -> RegionBound:
+        """Raise the bound of a region by the costs of arcs, if each worker has one stage.
+
+        An arc has one way of recomputation for all its units, and counts with the price of memory at which it costs the most.
+        """
+        if not self.cut_graph.has_one_stage_per_worker or self.incumbent.is_reached_by(region_bound.least_s):
+            return region_bound
+        weights, (price,) = region_bound.bound.weights, region_bound.bound.prices
+        prices = (*self.cut_graph.price_grid(weights, self.approximate_step_s()), price / 2, price, 2 * price)
+        least_s, _ = cheapest_cut(region.restrict(self.cut_graph.arc_costs(Bound(weights, prices))))
+        return replace(region_bound, least_s=max(region_bound.least_s, least_s))
