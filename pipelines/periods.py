@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from .schedule import Kind, Schedule, Task
 
-__all__ = ["Insertions", "insertions"]
+__all__ = ["Insertions", "insertions", "micro_batch_shifts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,20 +75,23 @@ def _shift(short: Schedule, longer: Schedule) -> tuple[list[int], list[tuple[Tas
         more, place = len(many) - len(few), 0
         while place < len(few) and few[place] == many[place]:
             place += 1
-        if not _is_shifted(few[place:], many[place + more :]):
+        if micro_batch_shifts(few[place:], many[place + more :]) is None:
             return None
         places.append(place)
         added.append(tuple(many[place : place + more]))
     return places, added
 
 
-def _is_shifted(few: Sequence[Task], many: Sequence[Task]) -> bool:
-    """Whether the tasks differ only in their micro-batches, by one non-negative shift per pipeline."""
+def micro_batch_shifts(few: Sequence[Task], many: Sequence[Task]) -> dict[tuple[int, bool], int] | None:
+    """By how many micro-batches tasks are later, if they differ in nothing else, by pipeline and whether they compute.
+
+    None if they differ in something else, or not by one non-negative shift for each of these.
+    """
     shifts: dict[tuple[int, bool], int] = {}
     for one, other in zip(few, many):
         if (one.kind, one.pipeline, one.stage, one.part) != (other.kind, other.pipeline, other.stage, other.part):
-            return False
+            return None
         later = other.micro_batch - one.micro_batch
         if later < 0 or shifts.setdefault((one.pipeline, one.kind.is_compute), later) != later:
-            return False
-    return True
+            return None
+    return shifts

@@ -76,8 +76,10 @@ class StepGraph:
         assert schedule.is_synchronous
         self.terms = Terms(schedule.num_stages)
         builder = _Builder(schedule, self.terms, passes, input_passes, added)
-        self._first, self._second, self._term, self._times, self._is_added = builder.topological()
+        ordered = builder.topological()
+        self._first, self._second, self._term, self._times, self._is_added, self._origin = ordered
         self.num_nodes = len(self._term)
+        self._task_of = builder.task_of
 
     def with_repeated_insertions(self, count: int) -> StepGraph:
         """The graph in which every inserted run of tasks is executed ``count`` times."""
@@ -94,6 +96,31 @@ class StepGraph:
         Returns:
             The makespan, and the counts n(P, .) in the order of :class:`Terms`; shape (terms,).
         """
+        step, path = self.longest_path(times)
+        return step, self.counts(path)
+
+    def counts(self, nodes: Sequence[int]) -> np.ndarray:
+        """How often some nodes take each term, in the order of :class:`Terms`; shape (terms,)."""
+        chosen = np.array(nodes, dtype=np.intp)
+        return np.bincount(self._term[chosen], weights=self._times[chosen], minlength=self.terms.count + 1)[:-1]
+
+    def terms_of(self, nodes: Sequence[int]) -> np.ndarray:
+        """The term of each node; the number of terms for nodes that take no time."""
+        return np.asarray(self._term[np.array(nodes, dtype=np.intp)])
+
+    def seconds_of(self, nodes: Sequence[int], times: np.ndarray) -> np.ndarray:
+        """The seconds of each node; ``times`` as :meth:`step`."""
+        chosen = np.array(nodes, dtype=np.intp)
+        return np.asarray(np.append(times, 0.0)[self._term[chosen]] * self._times[chosen])
+
+    def tasks_of(self, nodes: Sequence[int]) -> list[int]:
+        """The task of each node: its number in the order of :func:`.tasktable.tabulate`, of a transfer that of the task that sends;
+        :data:`.tasktable.NONE` for all-reduces, inserted tasks and nodes of zero duration that only join others."""
+        origins = [self._origin[node] for node in nodes]
+        return [NONE if origin == NONE else self._task_of[origin] for origin in origins]
+
+    def longest_path(self, times: np.ndarray) -> tuple[float, list[int]]:
+        """Compute the makespan and the nodes of a longest path, from its beginning to its end; arguments as :meth:`step`."""
         durations = (np.append(times, 0.0)[self._term] * self._times).tolist()
         ends, before = [0.0] * (len(durations) + 1), [0] * (len(durations) + 1)
         for node, (first, second, duration) in enumerate(zip(self._first, self._second, durations), start=1):
@@ -105,8 +132,7 @@ class StepGraph:
         while node:
             path.append(node - 1)
             node = before[node]
-        counts = np.bincount(self._term[path], weights=self._times[path], minlength=self.terms.count + 1)
-        return step, counts[:-1]
+        return step, path[::-1]
 
     def steps(self, times: np.ndarray) -> np.ndarray:
         """Compute the makespans for many vectors of times at once; shape (terms, vectors) -> (vectors,)."""
@@ -139,15 +165,18 @@ class _Builder:
         self.term: list[int] = []
         self.times: list[float] = []
         self.is_added: list[bool] = []
+        #: Per node its task, or that which sends; NONE for all others.
+        self.task_of: list[int] = []
         size = np.where(
             self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0
         ).tolist()
         self._add_tasks(terms, size)
         self._add_transfers(terms, size)
 
-    def _add_node(self, term: int, times: float) -> int:
-        """Add a node that takes a term ``times`` times; return its index."""
+    def _add_node(self, term: int, times: float, task: int = NONE) -> int:
+        """Add a node that takes a term ``times`` times, of a task if it is given; return its index."""
         self.predecessors.append([])
+        self.task_of.append(task)
         self.term.append(term)
         self.times.append(times)
         self.is_added.append(False)
@@ -187,7 +216,7 @@ class _Builder:
                     self.node_of.append(node)
                 else:
                     term, times = self._duration(kind, stage)
-                    node = self._add_node(term, size[number] * times)
+                    node = self._add_node(term, size[number] * times, number)
                     self.predecessors[node] += [previous] * (previous != NONE)
                     previous = node
                     self.node_of.append(node)
@@ -241,7 +270,7 @@ class _Builder:
                         term = terms.transfer_forward.start + task.stage
                     else:
                         term = terms.transfer_backward.start + task.stage - 1
-                    node = self._add_node(term, size[number])
+                    node = self._add_node(term, size[number], number)
                     self.predecessors[node].append(self.node_of[number])
                     if destination in on_link:
                         self.predecessors[node].append(on_link[destination])
@@ -263,14 +292,14 @@ class _Builder:
             for place in range(len(tasks))
         ]
 
-    def topological(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray, np.ndarray]:
+    def topological(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray, np.ndarray, list[int]]:
         """Order the nodes topologically, with at most two predecessors each.
 
         Nodes of zero duration merge the predecessors of nodes that have more than two.
 
         Returns:
-            Per node: the first and the second predecessor (numbered from 1; 0 for none), its term, how often it takes the term, and
-            whether it is an inserted task.
+            Per node: the first and the second predecessor (numbered from 1; 0 for none), its term, how often it takes the term,
+            whether it is an inserted task, and its index before it was ordered (NONE for nodes that merge others).
         """
         successors: list[list[int]] = [[] for _ in self.predecessors]
         waiting = [len(nodes) for nodes in self.predecessors]
@@ -285,10 +314,12 @@ class _Builder:
         term: list[int] = []
         times: list[float] = []
         is_added: list[bool] = []
+        origin: list[int] = []
         no_term = self.terms.count
 
-        def append(before: int, other: int, of_term: int, count: float, added: bool) -> int:
+        def append(before: int, other: int, of_term: int, count: float, added: bool, node: int) -> int:
             is_added.append(added)
+            origin.append(node)
             first.append(before)
             second.append(other)
             term.append(of_term)
@@ -299,12 +330,12 @@ class _Builder:
             node = ready.pop()
             before = [place[other] for other in self.predecessors[node]]
             while len(before) > 2:
-                before.append(append(before.pop(), before.pop(), no_term, 0.0, False))
+                before.append(append(before.pop(), before.pop(), no_term, 0.0, False, NONE))
             before += [0] * (2 - len(before))
-            place[node] = append(before[0], before[1], self.term[node], self.times[node], self.is_added[node])
+            place[node] = append(before[0], before[1], self.term[node], self.times[node], self.is_added[node], node)
             for successor in successors[node]:
                 waiting[successor] -= 1
                 if not waiting[successor]:
                     ready.append(successor)
         assert all(place), "the schedule deadlocks"
-        return first, second, np.array(term, dtype=np.intp), np.array(times), np.array(is_added)
+        return first, second, np.array(term, dtype=np.intp), np.array(times), np.array(is_added), origin

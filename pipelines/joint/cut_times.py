@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..pumping import PumpedGraph
 from ..stepgraph import StepGraph
 from .cut_graph import CutGraph
 from .cut_regions import Cut, cut_at
@@ -72,7 +73,7 @@ def times_of_even_cut(cut_graph: CutGraph, vectors: np.ndarray) -> tuple[np.ndar
     return times, most <= cut_graph.limit_bytes
 
 
-def locally_improved(cut_graph: CutGraph, graph: StepGraph, cut: Cut, vectors: np.ndarray) -> Cut:
+def locally_improved(cut_graph: CutGraph, graph: StepGraph | PumpedGraph, cut: Cut, vectors: np.ndarray) -> Cut:
     """Improve a cut by local search: move one unit at a time from a stage to another one, as long as the step gets shorter.
 
     Args:

@@ -24,7 +24,10 @@ from autoddl.costmodel.workload import Workload
 
 from ..generators import GeneratorError
 from ..periods import Insertions, insertions
+from ..pumping import PumpedGraph, zones_between
+from ..schedule import Schedule
 from ..stepgraph import StepGraph
+from ..tasktable import tabulate
 from .boundary import least_crossing_s
 from .bounds import homes, placement_of
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, recomputed_inside, widths_of
@@ -44,6 +47,8 @@ RELATIVE_TOLERANCE = 1e-9
 _MAX_GRAPHS = 96
 #: Number of passes of micro-batches through stages from which a schedule has a condensed graph.
 _MIN_PASSES_TO_CONDENSE = 600
+#: Number of micro-batches for each worker of the short schedule whose longest paths are repeated.
+_MICRO_BATCHES_TO_PUMP = 3
 #: Number of longest paths per schedule that are kept for other settings with the same schedule.
 _MAX_PATHS = 12
 
@@ -98,7 +103,7 @@ class ScheduleGraph:
         paths: Per path, how often it passes through each term (:class:`autoddl.pipelines.stepgraph.Terms`); the latest path first.
     """
 
-    graph: StepGraph | None
+    graph: StepGraph | PumpedGraph | None
     paths: list[np.ndarray] = field(default_factory=list)
 
     def remember(self, path: np.ndarray) -> None:
@@ -106,6 +111,11 @@ class ScheduleGraph:
         if not any(np.array_equal(path, other) for other in self.paths):
             self.paths.insert(0, path)
             del self.paths[_MAX_PATHS:]
+
+
+def _period(spec: PipelineSchedule) -> int:
+    """The number of micro-batches after which the tasks of a long schedule are the same again."""
+    return spec.num_workers * (2 if dict(spec.options).get("concatenation") == "doubling" else 1)
 
 
 class Explorer:
@@ -203,39 +213,65 @@ class Explorer:
 
     def condensed_graph(self, setting: Setting) -> ScheduleGraph | None:
         """The step graph of a shorter schedule whose steps are lower bounds on those of a long schedule
-        (:mod:`autoddl.pipelines.periods`); None if the schedule is short itself or not periodic."""
+        (:mod:`autoddl.pipelines.periods`, :mod:`autoddl.pipelines.pumping`); None if the schedule is short itself or not
+        periodic."""
         spec = setting.schedule
         if not spec.synchronous or spec.num_stages * spec.num_micro_batches < _MIN_PASSES_TO_CONDENSE:
             return None
-        # Try about D, then about 2 D micro-batches: a whole number of periods less than the long schedule has.
-        for least in (spec.num_workers, 2 * spec.num_workers):
-            period = spec.num_workers * (2 if dict(spec.options).get("concatenation") == "doubling" else 1)
-            count = least + (spec.num_micro_batches - least) % period
-            if 2 * count > spec.num_micro_batches:
+        # Try about D, then about 2 D micro-batches.
+        for multiple in (1, 2):
+            short = self._shortened(setting, multiple)
+            if short is None:
                 break
-            short = replace(setting, schedule=replace(spec, num_micro_batches=count))
             key = ("condensed", spec.num_micro_batches, *self._schedule_key(short))
-            num_periods = (spec.num_micro_batches - count) // period
             try:
-                condensed = self._cached_graph(key, partial(self._make_condensed_graph, short, period, num_periods))
+                condensed = self._cached_graph(key, partial(self._make_condensed_graph, setting, short))
             except GeneratorError:
                 continue
             if condensed.graph is not None:
                 return condensed
         return None
 
-    def _make_condensed_graph(self, short: Setting, period: int, num_periods: int) -> ScheduleGraph:
-        """The graph of a short schedule in which the tasks of ``period`` more micro-batches are repeated ``num_periods`` times."""
+    def _shortened(self, setting: Setting, multiple: int) -> Setting | None:
+        """A setting with about ``multiple`` micro-batches for each worker: a whole number of periods less than the given one.  None
+        if that is more than half of the micro-batches."""
+        spec = setting.schedule
+        least, period = multiple * spec.num_workers, _period(spec)
+        count = least + (spec.num_micro_batches - least) % period
+        if 2 * count > spec.num_micro_batches:
+            return None
+        return replace(setting, schedule=replace(spec, num_micro_batches=count))
+
+    def _make_condensed_graph(self, setting: Setting, short: Setting) -> ScheduleGraph:
+        """The graph of a short schedule in which the tasks of a period are repeated as often as the given one has more of them."""
         spec, widths, recomputes = self._schedule_key(short)
+        recomputing, period = (recomputes,) * spec.num_stages, _period(spec)
+
+        def generated(count: int) -> Schedule:
+            return replace(spec, num_micro_batches=count).schedule(widths, recomputing)
+
+        def num_periods(count: int) -> int:
+            return (setting.schedule.num_micro_batches - count) // period
 
         def with_one_period() -> ScheduleGraph:
-            longer = replace(spec, num_micro_batches=spec.num_micro_batches + period)
-            recomputing = (recomputes,) * spec.num_stages
-            inserted = insertions(spec.schedule(widths, recomputing), longer.schedule(widths, recomputing))
+            count = spec.num_micro_batches
+            inserted = insertions(generated(count), generated(count + period))
             return ScheduleGraph(None) if inserted is None else self._make_graph(short, inserted)
 
         once = self._cached_graph(("added", *self._schedule_key(short)), with_one_period).graph
-        return ScheduleGraph(None if once is None else once.with_repeated_insertions(num_periods))
+        if not isinstance(once, StepGraph):
+            return ScheduleGraph(None)
+        condensed = once.with_repeated_insertions(num_periods(spec.num_micro_batches))
+        longer = self._shortened(setting, _MICRO_BATCHES_TO_PUMP)
+        zones = None
+        if longer is not None:
+            count = longer.schedule.num_micro_batches
+            zones = zones_between(generated(count), generated(count + period))
+        if longer is None or zones is None:
+            return ScheduleGraph(condensed)
+        whole = self.schedule_graph(longer).graph
+        assert isinstance(whole, StepGraph)
+        return ScheduleGraph(PumpedGraph(condensed, whole, tabulate(generated(count)), zones, num_periods(count)))
 
     def _make_graph(self, setting: Setting, inserted: Insertions | None) -> ScheduleGraph:
         spec, widths, recomputes = self._schedule_key(setting)

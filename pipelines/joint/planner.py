@@ -8,9 +8,9 @@ With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
     first incumbent, unless the user gives a better plan (:mod:`.start`).
 2.  **Early incumbent.**  The most promising settings of the space give a good plan early.
 3.  **The whole space** is searched for a better plan (:mod:`.search`).
-4.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`), before phase 3 if no plan
-    is known.  Their plans are members of the space, too: a better one becomes the incumbent, and phase 3 goes on, so no plan is
-    slower than a row of its own table.
+4.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`); before phase 3 if no
+    plan is known.  Their plans are members of the space, too: a better one becomes the incumbent, and phase 3 goes on.  So no plan
+    is slower than a row of its own table.
 
 With the name of a paper, the plan is the one that the paper's planner chooses (:mod:`.paper_planners`); the other plans are
 computed for comparison.

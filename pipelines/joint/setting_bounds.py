@@ -17,9 +17,10 @@ ways to run units (columns) until the bound reaches the threshold or rises no mo
 -   *at a point*, which has given boundaries that may be fractional, the program's optimum is a convex function of the boundaries,
     and the bound is a plane below it that touches it there (:meth:`SettingBounds.at`).
 
-Long schedules that repeat themselves are replaced by short ones, whose steps are lower bounds (*condensed* graphs,
-:mod:`autoddl.pipelines.periods`), until :meth:`SettingBounds.use_whole_schedule` is called.  The period of an asynchronous schedule
-is not a longest path.  It is bounded by the loads of the workers only.
+Long schedules that repeat themselves are replaced by short ones, whose steps are lower bounds, until
+:meth:`SettingBounds.use_whole_schedule` is called: *condensed* graphs (:mod:`autoddl.pipelines.periods`), and long paths made of
+short ones (:mod:`autoddl.pipelines.pumping`).  The period of an asynchronous schedule is not a longest path.  It is bounded by the
+loads of the workers only.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 
 from autoddl.costmodel.stopping import Deadline
 
+from ..pumping import PumpedGraph
 from ..stepgraph import StepGraph
 from .bounds import balance_weights, worker_loads, worker_paths
 from .cut_graph import Bound, CutGraph
@@ -111,10 +113,15 @@ class SettingBounds:
         self.deadline, self.is_quick = Deadline(), False
 
     @property
-    def graph(self) -> StepGraph:
+    def graph(self) -> StepGraph | PumpedGraph:
         """The graph of the schedule, which must be synchronous."""
         assert self.schedule_graph.graph is not None
         return self.schedule_graph.graph
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether the graph is a condensed one that misses the waiting of workers for each other while a schedule repeats."""
+        return self.is_condensed and not isinstance(self.schedule_graph.graph, PumpedGraph)
 
     @property
     def whole_region(self) -> Region:

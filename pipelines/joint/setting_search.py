@@ -21,6 +21,8 @@ best plan so far of any setting), reduced by a relative 1e-9.  A setting is *set
 3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.row_search`).
     This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.
 
+A long schedule is replaced by a condensed one until there is a cut that this one does not exclude.
+
 Heuristics provide incumbents (:mod:`.cut_trials`).  A search that ends undecided can be resumed; it goes on where it was.
 """
 
@@ -155,12 +157,11 @@ class SettingSearch:
         if not self.setting.schedule.synchronous:
             self._settle_asynchronous()
             return
-        # Phase 1: all cuts together, first with the condensed schedule.
+        # Phase 1: all cuts together.
         if self._all_cuts is None or self._all_cuts.is_cut_short:
             self._bound_all_cuts()
-        if self.bounds.is_condensed and not self.is_quick and not self._is_settled(self.bound_s):
+        if self.bounds.is_rough and not self.is_quick and not self._is_settled(self.bound_s):
             self.bounds.use_whole_schedule()
-            self._all_cuts = None
             self._bound_all_cuts()
         if not self._is_settled(self.bound_s):
             if self.is_quick:
@@ -232,7 +233,7 @@ class SettingSearch:
     def _is_promising(self, region_bound: RegionBound) -> bool:
         """Return whether cuts are worth trying before they are searched."""
         if self.bounds.is_condensed and not self.is_quick:
-            return False  # they are tried with the whole schedule
+            return False  # they are tried with the whole schedule, if it comes to that
         part = _PROMISING_IF_QUICK if self.is_quick else _PROMISING
         return region_bound.fractional_s < part * self.incumbent.threshold
 
@@ -311,6 +312,11 @@ class SettingSearch:
         # The linear program for this cut alone.
         cut_bound = self.bounds.of_cut(cut)
         if not self._is_settled(cut_bound.least_s):
+            if self.bounds.is_condensed:
+                # Perhaps the schedule itself takes longer.
+                self.bounds.use_whole_schedule()
+                program.add(self._bound_all_cuts().bound)
+                return [region]
             try:
                 self._settle_cut(cut, cut_bound)
             except (TooManyError, TooManyStatesError):
