@@ -429,6 +429,20 @@ class CutGraph:
                 vectors[stages] = np.where(is_less[:, :, None], vector, vectors[stages])
         return costs, vectors
 
+    def least_of_units(self, weights: np.ndarray, price: np.ndarray) -> np.ndarray | None:
+        """Return what every unit costs at least at every stage; arguments as :meth:`cheapest_units`.
+
+        Returns:
+            Shape (stages, units); None if some layer has no strategy.
+        """
+        least = np.full((self.num_stages, self.num_units), np.inf)
+        for recompute in ways_of_units(self.recomputations):
+            values = self._least_of_units(recompute, self._vector_weights(weights, recompute, price))
+            if values is None:
+                return None
+            least = np.minimum(least, values)
+        return least
+
     def crossing_costs(self, weights: np.ndarray) -> np.ndarray:
         """Return what the transfers over each boundary cost at least in a bound, by the first unit behind the boundary.
 

@@ -25,7 +25,6 @@ from autoddl.costmodel.workload import Workload
 from ..generators import GeneratorError
 from ..periods import Insertions, insertions
 from ..pumping import PumpedGraph, zones_between
-from ..schedule import Schedule
 from ..stepgraph import StepGraph
 from ..tasktable import tabulate
 from .boundary import least_crossing_s
@@ -47,10 +46,12 @@ RELATIVE_TOLERANCE = 1e-9
 _MAX_GRAPHS = 96
 #: Number of passes of micro-batches through stages from which a schedule has a condensed graph.
 _MIN_PASSES_TO_CONDENSE = 600
-#: Number of micro-batches for each worker of the short schedule whose longest paths are repeated.
-_MICRO_BATCHES_TO_PUMP = 3
+#: Micro-batches for each worker of the short schedules whose longest paths are repeated, and of others, the shortest first.
+_MICRO_BATCHES_TO_PUMP, _MICRO_BATCHES_TO_CONDENSE = 3, (1, 2)
 #: Number of longest paths per schedule that are kept for other settings with the same schedule.
 _MAX_PATHS = 12
+#: Number of bounds per schedule that are kept.
+_MAX_BOUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,18 @@ class ScheduleGraph:
     Attributes:
         graph: The step graph; None for asynchronous schedules, whose period is not a longest path.
         paths: Per path, how often it passes through each term (:class:`autoddl.pipelines.stepgraph.Terms`); the latest path first.
+        bounds: The best linear bounds of settings: weights of the terms, and the price of a byte on the workers of each stage; the
+            latest first.
     """
 
     graph: StepGraph | PumpedGraph | None
     paths: list[np.ndarray] = field(default_factory=list)
+    bounds: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def remember_bound(self, weights: np.ndarray, price: np.ndarray) -> None:
+        """Keep the best bound of a setting for other settings with this schedule."""
+        self.bounds.insert(0, (weights, price))
+        del self.bounds[_MAX_BOUNDS:]
 
     def remember(self, path: np.ndarray) -> None:
         """Keep a path for other settings with this schedule."""
@@ -213,19 +222,19 @@ class Explorer:
 
     def condensed_graph(self, setting: Setting) -> ScheduleGraph | None:
         """The step graph of a shorter schedule whose steps are lower bounds on those of a long schedule
-        (:mod:`autoddl.pipelines.periods`, :mod:`autoddl.pipelines.pumping`); None if the schedule is short itself or not
+        (:mod:`autoddl.pipelines.pumping`, or else :mod:`autoddl.pipelines.periods`); None if the schedule is short itself or not
         periodic."""
         spec = setting.schedule
         if not spec.synchronous or spec.num_stages * spec.num_micro_batches < _MIN_PASSES_TO_CONDENSE:
             return None
-        # Try about D, then about 2 D micro-batches.
-        for multiple in (1, 2):
+        for multiple in (_MICRO_BATCHES_TO_PUMP, *_MICRO_BATCHES_TO_CONDENSE):
+            is_pumped = multiple == _MICRO_BATCHES_TO_PUMP
             short = self._shortened(setting, multiple)
             if short is None:
-                break
-            key = ("condensed", spec.num_micro_batches, *self._schedule_key(short))
+                continue
+            key = ("condensed", is_pumped, spec.num_micro_batches, *self._schedule_key(short))
             try:
-                condensed = self._cached_graph(key, partial(self._make_condensed_graph, setting, short))
+                condensed = self._cached_graph(key, partial(self._make_condensed_graph, setting, short, is_pumped))
             except GeneratorError:
                 continue
             if condensed.graph is not None:
@@ -242,36 +251,28 @@ class Explorer:
             return None
         return replace(setting, schedule=replace(spec, num_micro_batches=count))
 
-    def _make_condensed_graph(self, setting: Setting, short: Setting) -> ScheduleGraph:
-        """The graph of a short schedule in which the tasks of a period are repeated as often as the given one has more of them."""
-        spec, widths, recomputes = self._schedule_key(short)
-        recomputing, period = (recomputes,) * spec.num_stages, _period(spec)
+    def _make_condensed_graph(self, setting: Setting, short: Setting, is_pumped: bool) -> ScheduleGraph:
+        """The graph of a short schedule in which the tasks of a period are repeated as often as the given one has more of them.
 
-        def generated(count: int) -> Schedule:
-            return replace(spec, num_micro_batches=count).schedule(widths, recomputing)
-
-        def num_periods(count: int) -> int:
-            return (setting.schedule.num_micro_batches - count) // period
-
-        def with_one_period() -> ScheduleGraph:
-            count = spec.num_micro_batches
-            inserted = insertions(generated(count), generated(count + period))
-            return ScheduleGraph(None) if inserted is None else self._make_graph(short, inserted)
-
-        once = self._cached_graph(("added", *self._schedule_key(short)), with_one_period).graph
-        if not isinstance(once, StepGraph):
+        If ``is_pumped``, parts of its longest paths are repeated, too; no graph if nothing repeats in this way.
+        """
+        (spec, widths, recomputes), period = self._schedule_key(short), _period(short.schedule)
+        longer = replace(spec, num_micro_batches=spec.num_micro_batches + period)
+        few, many = (one.schedule(widths, (recomputes,) * spec.num_stages) for one in (spec, longer))
+        zones = zones_between(few, many) if is_pumped else None
+        inserted = None if is_pumped and zones is None else insertions(few, many)
+        if inserted is None:
             return ScheduleGraph(None)
-        condensed = once.with_repeated_insertions(num_periods(spec.num_micro_batches))
-        longer = self._shortened(setting, _MICRO_BATCHES_TO_PUMP)
-        zones = None
-        if longer is not None:
-            count = longer.schedule.num_micro_batches
-            zones = zones_between(generated(count), generated(count + period))
-        if longer is None or zones is None:
+        num_periods = (setting.schedule.num_micro_batches - spec.num_micro_batches) // period
+        key = ("added", *self._schedule_key(short))
+        once = self._cached_graph(key, partial(self._make_graph, short, inserted)).graph
+        assert isinstance(once, StepGraph)
+        condensed = once.with_repeated_insertions(num_periods)
+        if zones is None:
             return ScheduleGraph(condensed)
-        whole = self.schedule_graph(longer).graph
-        assert isinstance(whole, StepGraph)
-        return ScheduleGraph(PumpedGraph(condensed, whole, tabulate(generated(count)), zones, num_periods(count)))
+        plain = self.schedule_graph(short).graph
+        assert isinstance(plain, StepGraph)
+        return ScheduleGraph(PumpedGraph(condensed, plain, tabulate(few), zones, num_periods))
 
     def _make_graph(self, setting: Setting, inserted: Insertions | None) -> ScheduleGraph:
         spec, widths, recomputes = self._schedule_key(setting)

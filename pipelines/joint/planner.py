@@ -56,8 +56,8 @@ _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
 #: Share of the time limit for recipes.
 _SHARE_OF_RECIPES = 0.12
-#: Share of the time limit for the search near the best trial or recipe.
-_SHARE_NEAR = 0.2
+#: Share of the time limit for the search near the best trial or recipe, and the seconds of processor time that it gets at most.
+_SHARE_NEAR, _MOST_TIME_NEAR_S = 0.2, 6.0
 #: Share of the time limit for the early incumbent of the whole space.
 _SHARE_OF_INCUMBENT = 0.1
 #: Share of the time limit for the least sufficient memory, if no plan fits.
@@ -111,7 +111,7 @@ def plan_jointly(
         recipe = _recipe(job)
         known = min((plan for plan in (trial, recipe) if plan is not None), key=partial(_cost, job), default=None)
         if known is not None:
-            near_clock = Clock(_SHARE_NEAR * job.time_limit_s, job.stop)
+            near_clock = Clock(min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S), job.stop)
             near = improve_near(explorer, known, options.base.micro_batch is None, near_clock, report)
     own = start.without_pipeline if start is not None and is_alone else None
     unpipelined, error = _plan_without_pipeline(job, own, trial is not None or recipe is not None)

@@ -46,8 +46,6 @@ _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: An attempt looks at its time slice between its steps, so that what it knows by then is kept.  A step that takes longer is ended
 #: this many seconds after the slice.
 _LONGEST_STEP_S = 1.0
-#: Seconds of processor time of the search of one setting near a known plan.
-_NEAR_S = 6.0
 #: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
 _MAX_EARLY_ATTEMPTS = 3
 #: A setting is attempted early if its estimated step is below this multiple of the incumbent.
@@ -59,7 +57,7 @@ _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 #: Number of settings whose schedules are simulated between two early attempts.
 _SIMULATIONS_PER_ATTEMPT = 6
 #: Shares of the time for early attempts if a plan is known: as long as none has found a better plan, and afterwards.
-_SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.25
+_SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.05
 #: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
 _ROUNDING = 1 - 1e-9
 
@@ -309,7 +307,7 @@ class Search:
                 break
             # Attempt the best simulated setting.
             before = self.best_s
-            self._attempt(heapq.heappop(simulated)[2])
+            self._attempt(heapq.heappop(simulated)[2], is_early=True)
             num_failed = 0 if self.best_s < before else num_failed + 1
             self.report(self.best_s, self.lower_bound_s, self.result.num_simulated)
         self._improve_incumbent()
@@ -367,14 +365,21 @@ class Search:
             return True
         return False
 
-    def _attempt(self, entry: _OpenSetting) -> None:
-        """Search one setting for a better plan within its time slice; raise its bound."""
+    def _attempt(self, entry: _OpenSetting, is_early: bool = False) -> None:
+        """Search one setting for a better plan within its time slice; raise its bound.
+
+        Args:
+            entry: The setting.
+            is_early: Whether a good plan matters more than the bound.
+        """
         self.result.attempted.add(entry.setting)
         time_s = _ATTEMPTS_S[min(entry.num_attempts, len(_ATTEMPTS_S) - 1)]
         deadline = _time_slice(self._end, time_s)
         is_quick = not entry.num_attempts and self._num_cuts(entry.setting) > _MAX_CUTS_OF_FULL_ATTEMPT
         resumed, entry.search = entry.search, None
-        setting_search = resumed or SettingSearch(self.explorer, entry.setting, self.best_s, deadline, is_quick)
+        setting_search = resumed or SettingSearch(
+            self.explorer, entry.setting, self.best_s, deadline, is_quick, is_early
+        )
         num_simulated, best_s = setting_search.simulated, self.best_s
         entry.num_attempts += 1
         try:
@@ -419,7 +424,7 @@ def improve_near(
     queue, seen = [first], {first}
     while queue and not deadline.is_over:
         setting = queue.pop(0)
-        part = _time_slice(deadline, _NEAR_S)
+        part = _time_slice(deadline, deadline.left_s)
         known_s = best.cost(explorer.pricing.objective)
         found: Evaluation | None = None
         if explorer.memory_demand(setting.schedule) is not None:

@@ -189,6 +189,23 @@ class SettingBounds:
 
     # ------------------------------------------------------------------------------------------------------------ bounds
 
+    def is_settled_by_known_bounds(self) -> bool:
+        """Return whether the best bound of another setting of the schedule settles this one, which is cheap to find out."""
+        whole = self.whole_region
+        for weights, price in self.schedule_graph.bounds:
+            bound = Bound(weights, (price,))
+            costs = self.cut_graph.least_of_units(weights, price)
+            if costs is None or self.incumbent.is_reached_by(
+                self.cut_graph.least_in_region(bound, costs, whole.ranges)
+            ):
+                return True
+        return False
+
+    def remember(self, region_bound: RegionBound) -> None:
+        """Keep a bound for other settings of the schedule."""
+        if region_bound.bound.prices:
+            self.schedule_graph.remember_bound(region_bound.bound.weights, region_bound.bound.prices[0])
+
     def of_region(self, region: Region, max_rounds: int) -> RegionBound:
         """Return the best linear bound over the cuts of a region: it settles the region, rises no more, or the time is over.
 

@@ -56,8 +56,8 @@ _MAX_ESTIMATE_ROUNDS = 4
 #: Largest number of runs of equal units for which the even cut is a good estimate of the best one.
 _MAX_RUNS_OF_EVEN_CUT = 4
 #: Cuts are tried before they are searched only if the step of the best fractional cut is below this part of the threshold: whole
-#: units, and rows that fit, take longer.  A quick search leaves a cut that it does not try to a later one.
-_PROMISING, _PROMISING_IF_QUICK = 0.94, 0.97
+#: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof.
+_PROMISING, _PROMISING_IF_EARLY = 0.94, 0.98
 #: Largest number of paths that restrict the rows of a stage.
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
@@ -79,16 +79,23 @@ class SettingSearch:
         setting: The setting.
         known_s: Step of the incumbent; only plans below it are searched.
         deadline: When the search is given up.
-        is_quick: Stop after phase 1, and try cuts only if the best fractional cut is well below ``known_s``.
+        is_quick: Stop after phase 1.
+        is_early: The aim is a plan: cuts are tried before it is known whether bounds exclude them.
 
     Attributes:
         bound_s: No plan of the setting is below it.
     """
 
     def __init__(
-        self, explorer: Explorer, setting: Setting, known_s: float, deadline: Deadline, is_quick: bool = False
+        self,
+        explorer: Explorer,
+        setting: Setting,
+        known_s: float,
+        deadline: Deadline,
+        is_quick: bool = False,
+        is_early: bool = False,
     ):
-        self.explorer, self.setting, self.is_quick = explorer, setting, is_quick
+        self.explorer, self.setting, self.is_quick, self.is_early = explorer, setting, is_quick, is_early
         self.incumbent = Incumbent(known_s)
         self.bounds = SettingBounds(explorer, setting, self.incumbent)
         self.cut_graph, self.relaxation = self.bounds.cut_graph, self.bounds.relaxation
@@ -128,7 +135,7 @@ class SettingSearch:
     # --------------------------------------------------------------------------------------------------------- the search
 
     def resume(self, known_s: float, deadline: Deadline) -> None:
-        """Continue the search after an :class:`UnsettledError`, without haste; raises as :meth:`run`.
+        """Continue the search after an :class:`UnsettledError`, neither quick nor early; raises as :meth:`run`.
 
         Args:
             known_s: Step of the incumbent by now.
@@ -136,7 +143,7 @@ class SettingSearch:
         """
         if known_s < self.best_s:
             self.incumbent.best, self.incumbent.best_s = None, known_s
-        self.is_quick = False
+        self.is_quick = self.is_early = False
         self._set_deadline(deadline)
         self.run()
 
@@ -148,7 +155,8 @@ class SettingSearch:
             StopRequestedError: A stop was requested.
         """
         if self._is_possible is None:
-            self._is_possible = self.bounds.initialise()
+            is_settled = self.setting.schedule.synchronous and self.bounds.is_settled_by_known_bounds()
+            self._is_possible = not is_settled and self.bounds.initialise()
         if self._is_possible:
             self._settle()
         self.bound_s = self.best_s
@@ -224,6 +232,7 @@ class SettingSearch:
         region_bound = bounds.sharpened(whole, bounds.of_region(whole, MAX_ROUNDS))
         self.bound_s = max(self.bound_s, min(region_bound.least_s, self.best_s))
         self._all_cuts = region_bound
+        bounds.remember(region_bound)
         if not self._is_settled(region_bound.least_s):
             if self._is_promising(region_bound):
                 self.trials.try_promising_cuts(region_bound)
@@ -232,9 +241,9 @@ class SettingSearch:
 
     def _is_promising(self, region_bound: RegionBound) -> bool:
         """Return whether cuts are worth trying before they are searched."""
-        if self.bounds.is_condensed and not self.is_quick:
+        if self.bounds.is_condensed and not (self.is_quick or self.is_early):
             return False  # they are tried with the whole schedule, if it comes to that
-        part = _PROMISING_IF_QUICK if self.is_quick else _PROMISING
+        part = _PROMISING_IF_EARLY if self.is_early else _PROMISING
         return region_bound.fractional_s < part * self.incumbent.threshold
 
     # ----------------------------------------------------------------------------------------------- phase 2: cut by cut
