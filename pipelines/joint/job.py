@@ -108,6 +108,21 @@ class PlanningJob:
             total += work.forward_work + work.backward_work
         return float(self.cluster.local_times(total, workload.precision)[0] / self.cluster.num_devices)
 
+    @cached_property
+    def ideal_s(self) -> float:
+        """Lower bound on every cost: the arithmetic; 0 if the objective is communication alone."""
+        return self.arithmetic_s if self.options.base.objective == "step" else 0.0
+
+    def tell(self, best_s: float, bound_s: float, simulated: int) -> None:
+        """Report the progress; a bound that is not known yet is the ideal one.
+
+        Args:
+            best_s: Cost of the best plan so far.
+            bound_s: Lower bound on the cost of all plans; 0 if there is none.
+            simulated: Number of simulated plans.
+        """
+        self.report(best_s, min(best_s, max(bound_s, self.ideal_s)), simulated)
+
     def explorer(self, make_stages: MakeStages = StageSearch, share_with: Explorer | None = None) -> Explorer:
         """Make an explorer of this job.
 

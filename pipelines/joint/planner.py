@@ -112,7 +112,7 @@ def plan_jointly(
         known = min((plan for plan in (trial, recipe) if plan is not None), key=partial(_cost, job), default=None)
         if known is not None:
             near_clock = Clock(min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S), job.stop)
-            near = improve_near(explorer, known, options.base.micro_batch is None, near_clock, report)
+            near = improve_near(explorer, known, options.base.micro_batch is None, near_clock, job.tell)
     own = start.without_pipeline if start is not None and is_alone else None
     unpipelined, error = _plan_without_pipeline(job, own, trial is not None or recipe is not None)
     if options.pipeline != "auto":
@@ -150,7 +150,7 @@ def _trial(job: PlanningJob) -> Evaluation | None:
     first = megatron_trials(job, math.inf, clock)  # ends with the first plan that fits
     best = first and (megatron_trials(job, first.step_s, clock) or first)
     if best is not None:
-        job.report(best.step_s, job.arithmetic_s, 1)
+        job.tell(best.step_s, 0.0, 1)
     return best
 
 
@@ -161,7 +161,7 @@ def _recipe(job: PlanningJob) -> Evaluation | None:
     clock = Clock(_SHARE_OF_RECIPES * job.time_limit_s, job.stop)
     best = recipe_trials(job, math.inf, clock)
     if best is not None:
-        job.report(best.step_s, job.arithmetic_s, 1)
+        job.tell(best.step_s, 0.0, 1)
     return best
 
 
@@ -230,17 +230,17 @@ def _plan_by_search(
     first = [plan for plan in (one_stage, *first_plans) if plan is not None]
     best = min(first, key=partial(_cost, job), default=None)
     if best is not None:
-        job.report(_cost(job, best), _ideal_s(job), 0)
+        job.tell(_cost(job, best), 0.0, 0)
     # Phase 2: an early incumbent, by the most promising settings.
     settings = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
-    search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.report)
+    search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.tell)
     is_good = best is not None and best is not trial
     best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT, is_good) or best
     plan_families = partial(_plan_families, job, unpipelined, one_stage, error, explorer, (trial, recipe), clock)
     rivals: list[Rival] | None = None
     if best is None:
         # A family may have a plan where the whole space has too many settings to find one.
-        rivals, best = plan_families(None)
+        rivals, best = plan_families(None, 0.0)
     if best is None:
         # Perhaps no plan fits.  The least memory of a plan proves that sooner than a search for plans.
         least_bytes, is_proven = _least_memory(job, explorer)
@@ -254,7 +254,7 @@ def _plan_by_search(
     # Phase 4: the best plan of every family.
     if rivals is None:
         known_s = math.inf if best is None else _cost(job, best)
-        rivals, best = plan_families(best)
+        rivals, best = plan_families(best, explored.lower_bound_s)
         if best is not None and _cost(job, best) < known_s:
             explored = search.resume(_cost(job, best), clock)
             best = _cheaper(job, best, explored.best)
@@ -270,7 +270,7 @@ def _plan_by_search(
     cost = _cost(job, best)
     lower = min(explored.lower_bound_s, _bound_without_pipeline(unpipelined, error))
     # A search that was stopped early may have no bound of its own; the compute time alone is one.
-    lower = min(cost, max(lower, _ideal_s(job)))
+    lower = min(cost, max(lower, job.ideal_s))
     optimal = lower >= cost * (1 - 1e-9)
     return PlanResult(
         graph=job.graph,
@@ -297,15 +297,18 @@ def _plan_families(
     tried: tuple[Evaluation | None, Evaluation | None],
     clock: Clock,
     best: Evaluation | None,
+    bound_s: float,
 ) -> tuple[list[Rival], Evaluation | None]:
-    """The rows of all families, and the best plan of these and of ``best``; the other arguments are those of
-    :func:`.rivals.plan_rivals`."""
+    """The rows of all families, and the best plan of these and of ``best``.
+
+    The whole space has the lower bound ``bound_s``; the other arguments are those of :func:`.rivals.plan_rivals`.
+    """
     rivals: list[Rival] = []
     for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, tried, clock, best is not None):
         rivals.append(rival)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
-            job.report(_cost(job, best), _ideal_s(job), len(rivals))
+            job.tell(_cost(job, best), bound_s, len(rivals))
     return rivals, best
 
 
@@ -425,7 +428,7 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         options=job.options,
         memory_limit_bytes=job.limit_bytes,
         evaluation=best,
-        lower_bound_s=min(_ideal_s(job), _cost(job, best)),
+        lower_bound_s=min(job.ideal_s, _cost(job, best)),
         optimal=False,
         considered=considered,
         rivals=tuple(rival for rival, _ in families),
@@ -435,8 +438,3 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         else (),
         is_interrupted=job.stop.is_requested,
     )
-
-
-def _ideal_s(job: PlanningJob) -> float:
-    """Lower bound on every cost: the arithmetic; 0 if the objective is communication alone."""
-    return job.arithmetic_s if job.options.base.objective == "step" else 0.0

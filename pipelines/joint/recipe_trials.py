@@ -69,25 +69,32 @@ def recipe_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evalu
     """
     best: Evaluation | None = None
     num_plans = 0
+    # Per layout the micro-batch that does not fit in any way; larger ones need at least as much memory.
+    too_large: dict[UniformLayout, int] = {}
     for recipe in sorted(_recipes(job), key=lambda one: one.order):
         if deadline.is_over or num_plans >= _MAX_PLANS:
             break
-        if recipe.ideal_s >= known_s:
+        if recipe.ideal_s >= known_s or recipe.micro_batch > too_large.get(recipe.layout, recipe.micro_batch):
             continue
+        is_too_large = True
         for recompute, regathers in _ways(job, recipe.layout):
             num_plans += 1
             try:
                 plan = evaluate(job.chain, job.cluster, _configuration(job, recipe, recompute, regathers))
             except UserError:  # the degrees do not divide some layer
+                is_too_large = False
                 break
             if plan.memory_bytes > job.limit_bytes:
                 continue
+            is_too_large = False
             if recompute == "blocks":
                 plan = _with_fewest_blocks(job, plan)
             if plan.step_s < known_s:
                 best, known_s = plan, plan.step_s
             if recompute == "none":
                 break
+        if is_too_large:
+            too_large[recipe.layout] = recipe.micro_batch
     return best
 
 
