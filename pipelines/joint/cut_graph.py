@@ -36,7 +36,7 @@ from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
 from .space import SOME_BLOCKS, recomputations_of_stage, ways_of_arcs, ways_of_units
-from .stage_cost import MEMORY
+from .stage_cost import COMPONENTS, MEMORY
 from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
 from .unit_runs import UnitRuns, runs_of
 
@@ -220,26 +220,22 @@ class CutGraph:
     # ------------------------------------------------------------------------------------------- bounds of arcs by units
 
     def _vector_weights(self, weights: np.ndarray, recompute: str, price: np.ndarray) -> np.ndarray:
-        """Return the weight of each component of a stage's vector (:data:`.stage_cost.COMPONENTS`); shape (stages, components).
+        """Return the weight of each component of a stage's vector (:data:`.stage_cost.COMPONENTS`); shape (..., stages, components).
 
         Args:
             weights: Weights of the terms.
             recompute: Way of recomputation.
-            price: Price of a byte for each stage.
+            price: Price of a byte for each stage, shape (..., stages).
         """
         terms = self.terms
-        forward = weights[terms.forward] + (weights[terms.recompute] if recompute == "stage" else 0.0)
-        in_flight = self._kept_in_flight(recompute)
-        return np.column_stack(
-            [
-                forward,
-                weights[terms.backward],
-                weights[terms.all_reduce],
-                price * self._state_factors,
-                price * in_flight,
-                price,
-            ]
-        )
+        vector_weights = np.empty((*price.shape, len(COMPONENTS)))
+        vector_weights[..., 0] = weights[terms.forward] + (weights[terms.recompute] if recompute == "stage" else 0.0)
+        vector_weights[..., 1] = weights[terms.backward]
+        vector_weights[..., 2] = weights[terms.all_reduce]
+        vector_weights[..., 3] = price * self._state_factors
+        vector_weights[..., 4] = price * self._kept_in_flight(recompute)
+        vector_weights[..., 5] = price
+        return vector_weights
 
     def _kept_in_flight(self, recompute: str) -> np.ndarray:
         """Return the number of micro-batches whose activations each stage keeps at a time; shape (stages,).
@@ -401,32 +397,34 @@ class CutGraph:
 
         Args:
             weights: Weights of the terms.
-            price: Price of a byte for each stage, shape (stages,).
+            price: Price of a byte for each stage, shape (..., stages).
 
         Returns:
-            The costs, shape (stages, units), and the vectors (seconds forward, backward, of recomputation, of all-reduce; bytes),
-            shape (stages, units, 5); None if some layer has no strategy.
+            The costs, shape (..., stages, units), and the vectors (seconds forward, backward, of recomputation, of all-reduce; bytes),
+            shape (..., stages, units, 5); None if some layer has no strategy.
         """
-        costs = np.full((self.num_stages, self.num_units), np.inf)
-        vectors = np.zeros((self.num_stages, self.num_units, 5))
+        costs = np.full((*price.shape, self.num_units), np.inf)
+        vectors = np.zeros((*costs.shape, 5))
         for recompute in ways_of_units(self.recomputations):
             vector_weights = self._vector_weights(weights, recompute, price)
             in_flight = self._kept_in_flight(recompute)
             bytes_factors = np.column_stack([self._state_factors, in_flight, np.ones(self.num_stages)])
             for (number, passes), stages in self._equal_stages.items():
-                own, units = vector_weights[stages], self.stage_searches[number].unit_bounds
-                each = units.least_vectors(
-                    recomputed_inside(recompute), passes.replicas, passes.micro_batch, passes.smallest_pass, own
+                own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
+                rows = own.reshape(-1, own.shape[-1])
+                found = units.least_vectors(
+                    recomputed_inside(recompute), passes.replicas, passes.micro_batch, passes.smallest_pass, rows
                 )
-                if each is None:
+                if found is None:
                     return None
-                value = np.einsum("suc,sc->su", each, own)
-                recompute_s = each[:, :, 0] if recompute == "stage" else np.zeros_like(value)
-                nbytes = np.einsum("suc,sc->su", each[:, :, MEMORY], bytes_factors[stages])
-                vector = np.stack([each[:, :, 0], each[:, :, 1], recompute_s, each[:, :, 2], nbytes], axis=2)
-                is_less = value < costs[stages]
-                costs[stages] = np.where(is_less, value, costs[stages])
-                vectors[stages] = np.where(is_less[:, :, None], vector, vectors[stages])
+                each = found.reshape(*own.shape[:-1], *found.shape[1:])
+                value = np.einsum("...uc,...c->...u", each, own)
+                recompute_s = each[..., 0] if recompute == "stage" else np.zeros_like(value)
+                nbytes = np.einsum("...suc,sc->...su", each[..., MEMORY], bytes_factors[stages])
+                vector = np.stack([each[..., 0], each[..., 1], recompute_s, each[..., 2], nbytes], axis=-1)
+                is_less = value < costs[..., stages, :]
+                costs[..., stages, :] = np.where(is_less, value, costs[..., stages, :])
+                vectors[..., stages, :, :] = np.where(is_less[..., None], vector, vectors[..., stages, :, :])
         return costs, vectors
 
     def least_of_units(self, weights: np.ndarray, price: np.ndarray) -> np.ndarray | None:

@@ -146,11 +146,10 @@ class SettingBounds:
             self.add_path(path, is_from_schedule=True)
         weights = np.maximum(balanced, 1e-3)
         prices = self.cut_graph.price_grid(weights, self.approximate_step_s())
-        for price in (*prices, 1e6 * prices[-1]):
-            cheapest = self.cut_graph.cheapest_units(weights, price)
-            if cheapest is None:
-                return False
-            _, vectors = cheapest
+        cheapest = self.cut_graph.cheapest_units(weights, np.stack([*prices, 1e6 * prices[-1]]))
+        if cheapest is None:
+            return False
+        for vectors in cheapest[1]:
             self.relaxation.add_columns(vectors[:, self.relaxation.first])
             times, fits = times_of_even_cut(self.cut_graph, vectors)
             if self.even_times is None and fits:
