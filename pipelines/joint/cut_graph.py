@@ -220,12 +220,15 @@ class CutGraph:
     # ------------------------------------------------------------------------------------------- bounds of arcs by units
 
     def _vector_weights(self, weights: np.ndarray, recompute: str, price: np.ndarray) -> np.ndarray:
-        """Return the weight of each component of a stage's vector (:data:`.stage_cost.COMPONENTS`); shape (..., stages, components).
+        """Return the weight of each component of a stage's vector (:data:`.stage_cost.COMPONENTS`).
 
         Args:
             weights: Weights of the terms.
             recompute: Way of recomputation.
             price: Price of a byte for each stage, shape (..., stages).
+
+        Returns:
+            Shape (..., stages, components).
         """
         terms = self.terms
         vector_weights = np.empty((*price.shape, len(COMPONENTS)))
@@ -400,8 +403,8 @@ class CutGraph:
             price: Price of a byte for each stage, shape (..., stages).
 
         Returns:
-            The costs, shape (..., stages, units), and the vectors (seconds forward, backward, of recomputation, of all-reduce; bytes),
-            shape (..., stages, units, 5); None if some layer has no strategy.
+            The costs, shape (..., stages, units), and the vectors (seconds forward, backward, of recomputation, of all-reduce;
+            bytes), shape (..., stages, units, 5); None if some layer has no strategy.
         """
         costs = np.full((*price.shape, self.num_units), np.inf)
         vectors = np.zeros((*costs.shape, 5))

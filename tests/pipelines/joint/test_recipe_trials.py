@@ -68,11 +68,10 @@ def test_recipes_of_mixtures_divide_experts_and_those_of_choices_divide_states()
 
 def test_a_joint_plan_is_never_slower_than_a_recipe():
     options = JointOptions(Options(batch=32, zero="auto", activations="auto", time_limit_s=2.0), pipeline="auto")
-    recipe = recipe_trials(job(), math.inf, Clock(60.0))
     planned = plan_jointly(GPT, CLUSTER, options)
-    assert planned.evaluation.step_s <= recipe.step_s * (1 + 1e-9)
     (row,) = (rival for rival in planned.rivals if rival.name == RECIPE)
     assert row.configuration is not None and row.lower_bound_s <= row.step_s
+    assert planned.evaluation.step_s <= row.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("recompute", [True, "blocks", None])
