@@ -71,7 +71,6 @@ class _OpenSetting:
         number: Position of the setting in the enumeration of the space.
         setting: The setting.
         has_memory_bound: Whether the bound includes the memory limit (:func:`_bound_with_memory`).
-        has_level_bound: Whether the bound includes the loads of workers with several stages (:func:`_bound_by_loads`).
         num_attempts: Number of attempts so far.
         search: The search of the setting, if it ended undecided; the next attempt goes on with it.
         estimate_s: Estimate of the step of a good plan; 0 if there is none.
@@ -82,7 +81,6 @@ class _OpenSetting:
     number: int
     setting: Setting = field(compare=False)
     has_memory_bound: bool = field(default=False, compare=False)
-    has_level_bound: bool = field(default=False, compare=False)
     num_attempts: int = field(default=0, compare=False)
     search: SettingSearch | None = field(default=None, compare=False)
     estimate_s: float = field(default=0.0, compare=False)
@@ -358,11 +356,6 @@ class Search:
             entry.bound_s = max(entry.bound_s, _bound_with_memory(self.explorer, entry.setting, self.best_s))
             entry.has_memory_bound = True
             return True
-        # The bound by loads of workers with several stages takes longer than a first attempt, which usually decides a setting.
-        if False:
-            entry.bound_s = max(entry.bound_s, _bound_by_loads(self.explorer, entry.setting, self.best_s))
-            entry.has_level_bound = True
-            return True
         return False
 
     def _attempt(self, entry: _OpenSetting, is_early: bool = False) -> None:
@@ -515,15 +508,6 @@ def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> f
     if bound_s < best_s and cut_graph.has_one_stage_per_worker:
         bound_s = max(bound_s, bottleneck_bound(cut_graph, best_s))
     return bound_s * _ROUNDING
-
-
-def _bound_by_loads(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The bound by the loads of the workers, for schedules in which workers hold several stages; 0 for all others."""
-    demand = explorer.memory_demand(setting.schedule)
-    cut_graph = None if demand is None else CutGraph(explorer, setting, explorer.recomputations, demand)
-    if cut_graph is None or cut_graph.has_one_stage_per_worker:
-        return 0.0
-    return bottleneck_bound(cut_graph, best_s) * _ROUNDING
 
 
 # ---- Estimates of one setting: no bounds -------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.joint.bottleneck_bound import bottleneck_bound
 from autoddl.pipelines.joint.cut_graph import Bound, CutGraph, UnitRuns
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
@@ -187,19 +186,3 @@ def test_a_search_without_an_incumbent_finds_the_plans_that_fit() -> None:
     # The passes, and Adam's step of fc1's 256 x 64 weights: a kernel that reads and writes 28 bytes of each.
     update_s = 5e-6 + 28 * 256 * 64 / 1.555e12
     assert search.bound_s == search.best_s == pytest.approx(169.6394e-6 + update_s, rel=1e-6)
-
-
-def test_loads_exclude_nothing_without_an_incumbent() -> None:
-    """Workers with several stages included: no load is above an infinite threshold."""
-    chain, cluster = chain_of(mlp((256, 64, 256, 64, 128, 64))), load_cluster("gcp-a100").resized(2, 2)
-    explorer = Explorer(chain, cluster, Workload(8, 2, "mixed", "adam"), limit_bytes=10**9)
-    num_grouped = 0
-    for setting in explorer.settings(2, False, lambda spec: spec.num_workers > 1):
-        demand = explorer.memory_demand(setting.schedule)
-        if demand is None:
-            continue
-        cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
-        num_grouped += not cut_graph.has_one_stage_per_worker
-        with np.errstate(all="raise"):
-            assert bottleneck_bound(cut_graph, np.inf) == 0
-    assert num_grouped
