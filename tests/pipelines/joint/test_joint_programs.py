@@ -17,9 +17,12 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.cut_graph import Bound, CutGraph, UnitRuns
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
+from autoddl.pipelines.joint.cut_trials import CutTrials
 from autoddl.pipelines.joint.explorer import Explorer
+from autoddl.pipelines.joint.incumbent import Incumbent
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.relaxation import Relaxation
+from autoddl.pipelines.joint.setting_bounds import MAX_CUT_ROUNDS, SettingBounds, UnsettledError
 from autoddl.pipelines.joint.setting_search import SettingSearch
 from autoddl.pipelines.stepgraph import Terms
 from autoddl.zoo import mlp
@@ -146,10 +149,13 @@ def test_the_best_cut_by_all_bounds(
     region = region_of(data, stages, units)
     costs = {tuple(cut): cost(cut) for cut in all_cuts(stages, region)}
     least = min(costs.values(), default=np.inf)
-    solved = cuts.solve(region, max(costs.values(), default=1.0) + 1.0, 60.0)
+    most = max(costs.values(), default=1.0) + 1.0
+    solved, found = cuts.solve(region, most, 60.0), cuts.find(region, most, 60.0)
     if not costs:
-        assert solved is None
+        assert solved is None and found is None and cuts.least(region, most, 60.0) == most
         return
+    assert found is not None and tuple(found) in costs
+    assert cuts.least(region, most, 60.0) <= least + 1e-5
     assert solved is not None
     bound, cut = solved
     assert tuple(cut) in costs and bound <= least + 1e-5
@@ -158,10 +164,13 @@ def test_the_best_cut_by_all_bounds(
     assert unlimited is not None
     assert tuple(unlimited[1]) in costs and np.isfinite(unlimited[0]) and unlimited[0] <= least + 1e-5
     if not crosses or all(size == 1 for size in cut_graph.runs.sizes):
+        assert cuts.least(region, most, 60.0) >= least - 1e-3 * max(1.0, abs(least))
         assert bound >= least - 1e-3 * max(1.0, abs(least)) and costs[tuple(cut)] <= least + 1e-3 * max(1.0, abs(least))
         assert max(cuts.value(number, cut) for number in range(count)) == pytest.approx(costs[tuple(cut)])
     if least > 0:
-        assert cuts.solve(region, least * (1 - 4 * TOLERANCE) - 1e-5, 60.0) is None or crosses
+        below = least * (1 - 4 * TOLERANCE) - 1e-5
+        assert cuts.solve(region, below, 60.0) is None or crosses
+        assert cuts.find(region, below, 60.0) is None or crosses
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 4))
@@ -186,3 +195,84 @@ def test_a_search_without_an_incumbent_finds_the_plans_that_fit() -> None:
     # The passes, and Adam's step of fc1's 256 x 64 weights: a kernel that reads and writes 28 bytes of each.
     update_s = 5e-6 + 28 * 256 * 64 / 1.555e12
     assert search.bound_s == search.best_s == pytest.approx(169.6394e-6 + update_s, rel=1e-6)
+
+
+class _Looks(Deadline):
+    """A deadline that is over when it has been looked at so often."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+
+    @property
+    def is_over(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def _small_explorer() -> Explorer:
+    chain, cluster = chain_of(mlp((256, 64, 256, 64, 128, 64, 64))), load_cluster("gcp-a100").resized(2, 2)
+    return Explorer(chain, cluster, Workload(16, 1, "mixed", "adam"), limit_bytes=800_000)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "chimera", "zero-bubble"])
+def test_a_search_that_is_interrupted_goes_on_to_the_same_plan(name: str) -> None:
+    explorer = _small_explorer()
+    offered = explorer.settings(1, False, lambda spec: spec.name == name and spec.num_workers > 1, uneven=False)
+    num_resumed = 0
+    for setting in list(offered)[:3]:
+        whole = SettingSearch(explorer, setting, np.inf, Deadline())
+        whole.run()
+        parts, looks = SettingSearch(explorer, setting, np.inf, _Looks(1)), 1
+        while True:
+            try:
+                if looks == 1:
+                    parts.run()
+                else:
+                    parts.resume(np.inf, _Looks(looks))
+            except UnsettledError:
+                assert parts.bound_s <= whole.best_s * (1 + 1e-9)
+                looks += 2
+                assert looks < 500, "it never ends"
+                continue
+            break
+        assert parts.best_s == pytest.approx(whole.best_s, rel=1e-9), setting
+        # With a better incumbent from elsewhere it has no plan of its own.
+        better, known_s = SettingSearch(explorer, setting, np.inf, _Looks(1)), 0.5 * whole.best_s
+        try:
+            better.run()
+        except UnsettledError:
+            better.resume(known_s, Deadline())
+            assert better.best is None and better.bound_s == known_s
+            num_resumed += 1
+    assert num_resumed
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_the_bound_at_a_point_holds_for_all_cuts(name: str) -> None:
+    """No plan of any cut that the trials find is below it; at a whole cut it is the cut's own bound."""
+    explorer, dice, num_plans = _small_explorer(), np.random.default_rng(5), 0
+    offered = explorer.settings(1, False, lambda spec: spec.name == name and spec.num_workers == 2, uneven=False)
+    for setting in offered:
+        bounds = SettingBounds(explorer, setting, Incumbent(np.inf))
+        assert bounds.initialise()
+        program, cuts = CutProgram(bounds.cut_graph), all_cuts(bounds.cut_graph.num_stages, bounds.whole_region)
+        points = [[stop for _, stop in cut[:-1]] for cut in cuts]
+        mixed = [
+            (dice.uniform() * (np.array(one) - other) + other).tolist() for one, other in zip(points, points[::-1])
+        ]
+        for point in [*points, *mixed]:
+            bound = bounds.at(point)
+            assert bound is not None
+            program.add(bound)
+        for number, cut in enumerate(cuts):
+            own_s = bounds.of_region(Region.of_cut(cut), MAX_CUT_ROUNDS).least_s
+            assert program.value(number, cut) >= 0.8 * own_s  # transfers are linear here
+            trials = CutTrials(SettingBounds(explorer, setting, Incumbent(np.inf)))
+            assert trials.bounds.initialise()
+            trials.try_cut(cut, program.bounds[number].weights)
+            if trials.incumbent.best is not None:
+                values = [program.value(k, cut) for k in range(len(program.bounds))]
+                assert max(values) <= trials.incumbent.best_s * (1 + 1e-9)
+                num_plans += 1
+    assert num_plans > 3
