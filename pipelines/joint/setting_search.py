@@ -221,8 +221,11 @@ class SettingSearch:
 
     # ---------------------------------------------------------------------------------------- phase 1: all cuts together
 
-    def _bound_all_cuts(self) -> RegionBound:
+    def _bound_all_cuts(self, always_tries: bool = False) -> RegionBound:
         """Bound all cuts together; if that does not settle the setting, try the most promising cuts.
+
+        Args:
+            always_tries: Whether to try cuts even if whole units are likely to take too long.
 
         Raises:
             UnsettledError: The deadline is over, and the setting is not settled.
@@ -234,7 +237,7 @@ class SettingSearch:
         self._all_cuts = region_bound
         bounds.remember(region_bound)
         if not self._is_settled(region_bound.least_s):
-            if self._is_promising(region_bound):
+            if always_tries or self._is_promising(region_bound):
                 self.trials.try_promising_cuts(region_bound)
             self._check_time()
         return region_bound
@@ -476,8 +479,7 @@ class SettingSearch:
         self.bounds.use_whole_schedule()
         finished = set[tuple[int, ...]]()
         while True:
-            region_bound = self._bound_all_cuts()
-            self.trials.try_promising_cuts(region_bound)
+            region_bound = self._bound_all_cuts(always_tries=True)
             tried = sorted(self.trials.tried.keys() - finished, key=self.trials.tried.__getitem__)
             if not tried or self._is_settled(region_bound.least_s):
                 return
