@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -56,6 +57,8 @@ def value_text(value: object) -> str:
     """
     if isinstance(value, str):
         return literal(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     if isinstance(value, Mapping):
