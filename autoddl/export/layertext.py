@@ -176,7 +176,7 @@ class _LayerWriter:
         graph, layer = self.scene.graph, self.layer
         if source in tied:
             owner = tied[source][1]
-            return owner in graph and (layer.program is not None or graph[owner].program is not None)
+            return owner is not None and owner in graph and (layer.program or graph[owner].program) is not None
         sharing = (o for o in graph.layers for p in o.parameters if p.tied_to == layer.name and p.name == source)
         return any(layer.program is not None or other.program is not None for other in sharing)
 

@@ -243,3 +243,10 @@ def test_pipelines_are_not_written_for_a_graph(pipeline_plan):
         UserError, match=r"a pipeline of \d stages, which the graph executor does not run: nn.Graph chooses"
     ):
         export(pipeline_plan, "oneflow-graph")
+
+
+def test_layers_called_like_variables_have_names():
+    from autoddl.export.source import Names
+
+    names = Names()
+    assert names.of("input") == "input_layer" and names.of("input.") == "input_layer_2"
