@@ -9,7 +9,8 @@ linear       in_features, out_features (of the product; the output may be narrow
 embedding    vocabulary, features: a lookup table
 position     positions, features: a table added to every sample
 attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences;
-             with key_rows, cross attention, which reads q, and k and v of as many rows
+             with key_rows, cross attention, which reads q, and k and v of as many rows; interleaved = 1 if its input has
+             q, k and v of each head together, not those of all heads
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
@@ -40,6 +41,7 @@ from .kinds.builtin import BUILT_IN
 from .kinds.registry import kind_of
 from .layer import Layer, Parameter, Place
 from .limits import MAX_DIMS, MAX_FLOPS, MAX_LAYERS, MAX_TENSOR
+from .program import program_from_fields
 from .recomputation import block_limit
 from .writing import write_document
 
@@ -172,8 +174,13 @@ class LayerGraph:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the last layer computes a loss, which reads targets."""
+        """Whether the last layer computes a loss."""
         return self.layers[-1].is_loss
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether the last layer reads the last argument of the model as targets, and not as one of its inputs."""
+        return self.has_loss and not (self.layers[-1].program is not None and self.layers[-1].program.is_loss)
 
     @property
     def data_readers(self) -> tuple[Layer, ...]:
@@ -308,7 +315,11 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
         "output_shape": list(layer.output_shape),
         "attributes": dict(layer.attributes),
         "parameters": [
-            {"name": p.name, "shape": list(p.shape), **({"tied_to": p.tied_to} if p.tied_to else {})}
+            {
+                **{"name": p.name, "shape": list(p.shape)},
+                **({"tied_to": p.tied_to} if p.tied_to else {}),
+                **({"frozen": True} if p.frozen else {}),
+            }
             for p in layer.parameters
         ],
         "epilogue": list(layer.epilogue),
@@ -318,6 +329,8 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
         "block_index": layer.block_index,
         "role": layer.role,
         "modules": list(layer.modules),
+        **({"dropouts": list(layer.dropouts)} if layer.dropouts else {}),
+        **({} if layer.program is None else {"program": layer.program.document()}),
     }
 
 
@@ -364,7 +377,8 @@ def _layer(fields: Fields) -> Layer:
     parameters = []
     for entry in fields.objects("parameters"):
         tied = entry.text("tied_to") if "tied_to" in entry else None
-        parameters.append(Parameter(entry.text("name"), entry.integers("shape", 1), tied))
+        is_frozen = entry.boolean("frozen") if "frozen" in entry else False
+        parameters.append(Parameter(entry.text("name"), entry.integers("shape", 1), tied, is_frozen))
         entry.finish()
     attributes = fields.object("attributes")
     layer = Layer(
@@ -381,6 +395,8 @@ def _layer(fields: Fields) -> Layer:
         block_index=fields.integer("block_index"),
         role=fields.text("role"),
         modules=fields.texts("modules"),
+        dropouts=fields.texts("dropouts") if "dropouts" in fields else (),
+        program=program_from_fields(fields.object("program")) if "program" in fields else None,
     )
     fields.finish()
     return layer

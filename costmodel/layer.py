@@ -24,6 +24,7 @@ from typing import Any
 
 from .kinds.epilogue import LOSSES
 from .kinds.registry import kind_of
+from .program import Program
 
 __all__ = ["Layer", "Parameter", "Place", "zero_of"]
 
@@ -52,17 +53,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained tensor.
+    """A trained tensor, or a frozen one.
 
     Attributes:
         name: qualified name in the module, such as "blocks.0.mlp.fc1.weight".
         shape: its shape.
         tied_to: name of the earlier layer whose parameter has the same storage; None if the parameter is not shared.
+        frozen: whether it is not trained: it has no gradient and no states of an optimizer.
     """
 
     name: str
     shape: tuple[int, ...]
     tied_to: str | None = None
+    frozen: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -87,6 +90,9 @@ class Layer:
         block_index: index of the repetition.
         role: name of the layer inside its block, such as "mlp.fc1"; equal in all repetitions.
         modules: the module paths that the layer stands for; several for a fused layer.
+        dropouts: names of the random numbers of its dropouts in a traced model, those of the epilogue first.
+        program: the operators of an opaque layer of a traced model. Of another layer without producers: what computes its data
+            from the inputs of the model; None if it reads the first of them as it is.
     """
 
     name: str
@@ -102,11 +108,18 @@ class Layer:
     block_index: int = 0
     role: str = ""
     modules: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()
+    program: Program | None = None
 
     @property
     def num_parameters(self) -> int:
         """Number of trained elements, without those tied to another layer."""
-        return sum(p.num_elements for p in self.parameters if p.tied_to is None)
+        return sum(p.num_elements for p in self.parameters if p.tied_to is None and not p.frozen)
+
+    @property
+    def num_frozen(self) -> int:
+        """Number of elements that are not trained, without those tied to another layer."""
+        return sum(p.num_elements for p in self.parameters if p.tied_to is None and p.frozen)
 
     @property
     def is_image(self) -> bool:
@@ -147,7 +160,8 @@ class Layer:
     @property
     def is_loss(self) -> bool:
         """Whether the layer computes a loss: its kind is a loss, or its epilogue has an element-wise loss."""
-        return kind_of(self.kind).is_loss or not LOSSES.isdisjoint(self.epilogue)
+        computes_loss = self.program is not None and self.program.is_loss
+        return kind_of(self.kind).is_loss or not LOSSES.isdisjoint(self.epilogue) or computes_loss
 
     def signature(self) -> tuple[Any, ...]:
         """A key: layers with equal signatures have the same strategies at the same costs."""
@@ -160,10 +174,11 @@ class Layer:
             self.input_shape,
             self.output_shape,
             tuple(sorted(self.attributes.items())),
-            tuple((p.shape, p.tied_to is None) for p in self.parameters),
+            tuple((p.shape, p.tied_to is None, p.frozen) for p in self.parameters),
             self.epilogue,
             self.flops,
             self.kept_elements,
+            None if self.program is None else tuple(map(repr, self.program.crossings)),
         )
 
     def describe(self) -> str:
@@ -184,4 +199,6 @@ def zero_of(layer: Layer, zero: int, place: Place, floor: int = 0) -> int:
     >>> zero_of(norm("norm", 4, 8), 3, Place())
     2
     """
+    if layer.num_frozen:
+        return 0
     return min(max(zero, floor), place.largest_zero, 3 if kind_of(layer.kind).gathers_weights else 2)

@@ -126,6 +126,7 @@ def layer_work(
     quantities = LayerQuantities(layer, strategy, workload, samples, is_recomputed)
     body = kind.work(quantities, place.is_first)
     passes = _passes(kind, quantities, body, place)
+    frozen = layer.num_frozen / quantities.parameter_parts * workload.itemsize
     if not layer.num_parameters:
         return LayerWork(
             **passes,
@@ -134,8 +135,8 @@ def layer_work(
             forward=body.forward,
             forward_work=body.forward_work,
             update_work=LocalWork(),
-            parameter_bytes=0.0,
-            state_bytes=0.0,
+            parameter_bytes=frozen,
+            state_bytes=frozen,
         )
     shares = _shares(layer, quantities, place, is_recomputed, is_in_block)
     passes["backward"] = (*shares.backward, *passes["backward"])
@@ -149,8 +150,8 @@ def layer_work(
         forward=(*shares.forward, *body.forward),
         forward_work=body.forward_work,
         update_work=elementwise(own * workload.update_bytes_per_parameter / shares.num_updating),
-        parameter_bytes=shares.parameter_bytes,
-        state_bytes=shares.state_bytes,
+        parameter_bytes=shares.parameter_bytes + frozen,
+        state_bytes=shares.state_bytes + frozen,
         held_bytes=shares.held_bytes,
         gradient_bytes=gradient_bytes,
         shared_gradient_bytes=gradient_bytes / (shares.num_updating if workload.exchanges_shards else 1),
@@ -206,7 +207,7 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
     for axis in inner:
         ranks = ranks * axis.size
     # The weights of products and tables can be divided, vectors cannot.
-    matrices = sum(p.num_elements for p in layer.parameters if len(p.shape) > 1 and p.tied_to is None)
+    matrices = sum(p.num_elements for p in layer.parameters if len(p.shape) > 1 and p.tied_to is None and not p.frozen)
     divided = weights * (matrices / layer.num_parameters) if zero == 3 else 0.0 * weights
     whole = weights - divided
     gather = gather_steps(inner, divided)

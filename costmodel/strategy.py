@@ -457,7 +457,7 @@ def _splits(size: int) -> tuple[Split3, ...]:
 
 def _sharded(strategy: Strategy, layer: Layer, shardings: Sequence[int]) -> Iterator[Strategy]:
     """The strategy with each sharding of the layer's parameters that makes a difference."""
-    if strategy.copies == 1 or not layer.num_parameters:
+    if strategy.copies == 1 or not layer.num_parameters or layer.num_frozen:
         yield strategy
         return
     is_hybrid = len(strategy.copy_axes()) > 1

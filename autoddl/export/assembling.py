@@ -37,7 +37,21 @@ __all__ = [
 
 #: Names of variables of exported files. Identifiers made from layer names must differ from them.
 RESERVED = (
-    *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "factor", "expected"),
+    *(
+        "arguments",
+        "layer_data",
+        "inputs",
+        "targets",
+        "sync",
+        "path",
+        "plain",
+        "x",
+        "weight",
+        "bias",
+        "parts",
+        "factor",
+        "expected",
+    ),
     *("block_input", "stage_input", "placement", "BACKEND", "RANKS", "WORKERS", "JOINT_STAGES", "SLOTS"),
 )
 #: Definitions of short names for OneFlow's SBP states.
@@ -146,7 +160,7 @@ def check_graph(graph: LayerGraph) -> None:
             f"the plan's model ends in {last.describe()}, without a loss: form='oneflow' writes only models with a loss"
         )
     for layer in graph.data_readers[1:]:
-        if not kind_of(layer.kind).is_lookup:
+        if layer.program is None and not kind_of(layer.kind).is_lookup:
             raise UserError(
                 f"{layer.describe()}: it is not clear which input it reads; form='oneflow' writes only models with one input"
             )

@@ -119,6 +119,13 @@ def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
         return False
     for layer in run.layers:
         paths = [layer.name, *layer.modules, *(p.name for p in layer.parameters)]
+        if layer.program is not None:
+            if layer.program.reads_data:
+                return False
+            paths += [source.name for source in layer.program.sources if source.origin == "buffer"]
+            streams = [call.attributes["stream"] for call in layer.program.calls if "stream" in call.attributes]
+            paths += [f"{stream.rsplit(' ', 2)[0]}.random" for stream in streams]
+        paths += [stream.rsplit(" ", 2)[0] for stream in layer.dropouts]
         if not graph.inputs(layer.name) or not all(
             path.startswith(prefix) and re.fullmatch(r"[\w.+]+", path, re.ASCII) for path in paths
         ):
@@ -229,7 +236,7 @@ def _block_template(scene: Scene, section: _Section) -> str:
     for layer in section.layers:
         place = TextPlace(
             label=labels[layer.name],
-            path=lambda name: f'f"{{path}}.{name[len(prefix) :]}"',
+            path=lambda name: f'f"{{path}}{name[len(prefix) - 1 :]}"',
             inputs=tuple(variables[source] for source in graph.inputs(layer.name)),
             result=variables.result(layer.name),
             data="",
@@ -293,6 +300,7 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
     readers = [layer.name for layer in graph.data_readers if layer.name not in model.inputs]
     init: list[str] = []
     forward: list[str] = []
+    inputs = "arguments[0]" if scene.is_traced else "inputs"
     for number, section in enumerate(sections):
         if section.block:
             _append_block(scene, sections, number, class_of, variables, init, forward)
@@ -303,7 +311,7 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
             path=literal,
             inputs=tuple(variables[source] for source in graph.inputs(layer.name)),
             result=variables.result(layer.name),
-            data=f"np.zeros((len(inputs), {layer.rows}), dtype=np.int64)" if layer.name in readers[1:] else "inputs",
+            data=f"np.zeros((len({inputs}), {layer.rows}), dtype=np.int64)" if layer.name in readers[1:] else inputs,
         )
         _append_layer(scene, layer, place, init, forward)
     # A stage places its parameters on a mesh of its own; blocks that it makes get this mesh as an argument.
@@ -318,12 +326,18 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
         "        super().__init__()",
         *indented(init),
         "",
-        f"    def forward(self, {stage_input}inputs: np.ndarray, targets: np.ndarray"
+        f"    def forward(self, {stage_input}{_model_arguments(scene)}"
         f"{_parameters(scene.form.forward_arguments)}) -> Tensor:",
+        *(["        PASSES.begin(self.training)"] if scene.draws_numbers else []),
         *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[graph.layers[-1].name]}",
     ]
     return "\n".join(lines)
+
+
+def _model_arguments(scene: Scene) -> str:
+    """Return the arguments of the model: inputs and targets, or whatever a traced model reads."""
+    return "*arguments: np.ndarray" if scene.is_traced else "inputs: np.ndarray, targets: np.ndarray"
 
 
 def _append_block(

@@ -6,15 +6,15 @@ is written with its predicted price as a comment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange
-from autoddl.costmodel.graph import Layer
+from autoddl.costmodel.graph import Layer, Parameter
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_alone
 from autoddl.costmodel.pricing import edge_steps, row_features
@@ -24,10 +24,11 @@ from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layo
 from autoddl.pipelines.runtime.comm.moves import move_calls
 from autoddl.pipelines.runtime.kinds.registry import layer_program, layouts_call, parameter_layouts
 from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, RMS_NORM_EPS, ROTARY_BASE
+from autoddl.pipelines.runtime.replay.statements import feed_calls
 from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, moved_tensor, stored_rows
-from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
+from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated, Size
 
-from .scene import Scene, layout_text, layouts_text
+from .scene import ONE_STAGE, Scene, layout_text, layouts_text
 from .source import value_text
 from .writing import StatementChain, folded
 
@@ -155,6 +156,9 @@ class _LayerWriter:
         tied = {p.name: (p, p.tied_to) for p in self.layer.parameters if p.tied_to is not None}
         for name, stored in zip(self.program.weights, self.stored):
             sources = [source for source, _ in stored.sources]
+            if len(sources) == 1 and self._shares_with_program(sources[0], tied):
+                names[name] = self.scene.names.of(f"shared {sources[0]}")
+                continue
             owners = {tied[source][1] for source in sources if source in tied}
             if owners and (len(sources) > 1 or len(self.program.weights) > 2):
                 raise UserError(
@@ -166,6 +170,15 @@ class _LayerWriter:
             elif any(p.tied_to == self.layer.name for other in self.scene.graph.layers for p in other.parameters):
                 names[name] = self.scene.names.of(f"{self.layer.name} {name}")
         return names
+
+    def _shares_with_program(self, source: str, tied: Mapping[str, tuple[Parameter, str | None]]) -> bool:
+        """Return whether the layer shares a parameter, under one name, with another layer, and one of the two is a program."""
+        graph, layer = self.scene.graph, self.layer
+        if source in tied:
+            owner = tied[source][1]
+            return owner is not None and owner in graph and (layer.program or graph[owner].program) is not None
+        sharing = (o for o in graph.layers for p in o.parameters if p.tied_to == layer.name and p.name == source)
+        return any(layer.program is not None or other.program is not None for other in sharing)
 
     # ---- Statements --------------------------------------------------------------------------------------------------
 
@@ -182,6 +195,14 @@ class _LayerWriter:
             inputs.append(chain.current)
         self.names.update({f"input_{i}": variable for i, variable in enumerate(inputs) if i})
         chain = StatementChain(inputs[0] if inputs else "")
+        # Compute the data that the layer reads.
+        if self.layer.program is not None and not kind_of(self.layer.kind).is_opaque:
+            for call in feed_calls(self.layer.program):
+                # The library has a function called data.
+                self._add_call(
+                    chain, replace(call, result=("layer_data",)) if "data" in call.result else call, self.names
+                )
+            self.names["data"] = "layer_data"
         # Get the parameters.
         self._add_weights(chain)
         # Run the program of the layer.
@@ -280,6 +301,8 @@ class _LayerWriter:
         if call.function == "reshape":
             return f"{arguments[0]}.reshape{arguments[1]}"
         options = {name: self._text(value, names) for name, value in call.options.items() if value != []}
+        if "stream" in options:
+            options["stream"] = self.place.path(call.options["stream"])
         arguments += [f"{name}={value}" for name, value in options.items() if value != "None"]
         return f"{call.function.replace('ranks.', 'RANKS.')}({', '.join(arguments)})"
 
@@ -309,12 +332,19 @@ class _LayerWriter:
             known = {
                 "x": "{x}",
                 "data": self.place.data,
-                "num_samples": f"len({self.place.data})",
+                "num_samples": f"len({self.place.data})" if self.place.data else str(self.scene.workload.micro_batch),
+                "own_samples_count": str(self.scene.workload.micro_batch // self.strategy.p0),
+                "step": "PASSES.step",
+                **({"targets": "arguments[-1]"} if self.scene.is_traced else {}),
                 "training": "self.training",
                 "ranks": "RANKS",
                 **names,
             }
-            return known.get(value.text, value.text)
+            number = value.text.removeprefix("argument_")
+            return f"arguments[{number}]" if number != value.text else known.get(value.text, value.text)
+        if isinstance(value, Size):
+            parts = self.strategy.p0 if value.samples.text == "own_samples_count" else 1
+            return value_text(value.number.of(self.scene.workload.micro_batch // parts))
         if isinstance(value, Exchange):
             return names[_LAYOUTS]
         if isinstance(value, Fact):
@@ -323,7 +353,7 @@ class _LayerWriter:
             return self.scene.axis(value)
         if isinstance(value, Layout):
             return layout_text(value)
-        if isinstance(value, (list, tuple)) and any(isinstance(part, (Name, Axis)) for part in value):
+        if isinstance(value, (list, tuple)) and any(isinstance(part, (Name, Axis, Size, list)) for part in value):
             return f"[{', '.join(self._text(part, names) for part in value)}]"
         return value_text(value)
 
@@ -331,9 +361,15 @@ class _LayerWriter:
 
     def _user_fact(self, fact: Fact) -> str:
         """Return the expression of a property of a user's model: an attribute that is looked up in the plain model."""
+        texts = [value_text(argument) for argument in fact.arguments]
         if fact.function == "dropout_of":
-            raise UserError(f"{self.layer.describe()}: it has dropout, which form='oneflow' cannot write")
-        arguments = ", ".join(["plain", self.place.path(fact.path), *map(value_text, fact.arguments)])
+            if self.scene.form is not ONE_STAGE or not self.layer.dropouts:
+                raise UserError(
+                    f"{self.layer.describe()}: it has dropout, which form='oneflow' writes for traced models without a pipeline"
+                )
+            # The name of its random numbers contains the path of its module.
+            texts = ['""', *texts[1:-1], self.place.path(fact.arguments[-1])]
+        arguments = ", ".join(["plain", self.place.path(fact.path), *texts])
         return self._constant(fact, f"{fact.function}({arguments})")
 
     def _built_in_fact(self, fact: Fact) -> str:

@@ -106,6 +106,27 @@ class Scene:
         return self.axes[key]
 
     @cached_property
+    def is_traced(self) -> bool:
+        """Whether a program of a layer reads arguments of the model, so that the model gets all of them."""
+        programs = (layer.program for layer in self.graph.layers)
+        return any(program is not None and program.reads_data for program in programs)
+
+    @cached_property
+    def draws_noise(self) -> bool:
+        """Whether a layer draws random numbers other than for dropouts."""
+        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
+        return any(
+            "stream" in call.attributes and call.kind != "dropout" for program in programs for call in program.calls
+        )
+
+    @cached_property
+    def draws_numbers(self) -> bool:
+        """Whether a layer draws random numbers, which depend on the number of the pass."""
+        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
+        in_programs = any("stream" in call.attributes for program in programs for call in program.calls)
+        return in_programs or any(layer.dropouts for layer in self.graph.layers)
+
+    @cached_property
     def common_mesh(self) -> tuple[Axis, ...] | None:
         """A mesh, outermost axis first, such that each axis of each layer is a product of its axes; None if there is none."""
         return common_mesh(self.strategies.values(), self.num_ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -56,6 +57,8 @@ def value_text(value: object) -> str:
     """
     if isinstance(value, str):
         return literal(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     if isinstance(value, Mapping):
@@ -89,6 +92,8 @@ class Names:
         if text not in self._identifiers:
             stem = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")[:60] or "layer"
             stem = f"_{stem}" if stem[0].isdigit() else stem
+            if stem in self._taken and _NUMBERED.fullmatch(f"{stem}_2"):
+                stem = f"{stem}_layer"  # a number after it would make it the name of a variable of programs
             name, count = stem, 1
             while name in self._taken or _NUMBERED.fullmatch(name):
                 count += 1

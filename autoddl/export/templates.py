@@ -203,7 +203,11 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
         "selected": "",
         "set_values": f"initialize({'replica.module' if pipeline else 'model'}, seed)",
         **(_pipeline_values(pipeline) if pipeline else _MODEL_VALUES),
-        **(_user_values(model, pipeline) if scene.built_in is None else _built_in_values(scene.built_in)),
+        **(
+            _user_values(model, pipeline, scene.is_traced, scene.draws_noise)
+            if scene.built_in is None
+            else _built_in_values(scene.built_in)
+        ),
     }
     parts = {name: _filled(values[name], values) for name in ("build", "main")}
     return _filled(_MAIN, {**values, **parts})
@@ -238,7 +242,7 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"@(\w+)@", lambda match: values[match[1]], text)
 
 
-def _user_values(model: str, pipeline: PipelineCalls | None) -> dict[str, str]:
+def _user_values(model: str, pipeline: PipelineCalls | None, is_traced: bool, draws: bool) -> dict[str, str]:
     """Return the values of placeholders for a user's model.
 
     A pipeline compares its first loss with the plain model's: a comparison beforehand would need another run of the schedule.
@@ -246,6 +250,8 @@ def _user_values(model: str, pipeline: PipelineCalls | None) -> dict[str, str]:
     Args:
         model: ``FILE.py:FUNCTION`` that makes the plain model.
         pipeline: the pipeline; None if the plan has one stage.
+        is_traced: whether the annotated model gets all arguments of the plain model.
+        draws: whether the model draws random numbers other than for dropouts, perhaps in evaluation, too.
     """
     file, _, function = model.rpartition(":")
     values = {
@@ -253,17 +259,21 @@ def _user_values(model: str, pipeline: PipelineCalls | None) -> dict[str, str]:
         "batch_argument": ", examples: Any = ()",
         "batch_value": ", examples",
         "batch": "    return tuple(like(example, MICRO_BATCH, rng) for example in examples)",
-        "end": ")",
+        "end": "" if is_traced else ")",
         "plain": "plain",
         "plain_argument": ", plain",
         "prepare": f"    flow.manual_seed(options.seed)\n    plain, examples = plain_model({literal(file)}, {literal(function)})\n",
-        "selected": "inputs_and_targets(",
+        "selected": "" if is_traced else "inputs_and_targets(",
         "what": "random data like its examples",
     }
+    whole = ", reads_all=True" if is_traced else ""
     if pipeline is None:
         return {
             **values,
-            "check_before": "    check_against_plain(model, plain, batch(options.seed, 0, examples))\n",
+            # The plain model draws other numbers than the annotated one.
+            "check_before": ""
+            if draws
+            else f"    check_against_plain(model, plain, batch(options.seed, 0, examples){whole})\n",
             "set_values": "take_plain_values(model, plain)",
         }
     samples = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"

@@ -3,46 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.program import Scaled
 
-from ..zoo import layers as make
-from .drafts import LayerDraft, View
-from .operators import OperatorGraph
+from .drafts import LayerDraft
+from .operators import Operator, OperatorGraph
+from .samples import Samples
 
 __all__ = ["Assembly"]
 
 
 class Assembly:
-    """Collects the drafts of layers, in topological order."""
+    """Collects the drafts of layers, in topological order.
 
-    def __init__(self, graph: OperatorGraph):
-        self.graph = graph
+    The output of a layer has its samples first, then rows, and features last. A tensor in the table `owners` has the same elements
+    in the same order, apart from the place of the samples.
+    """
+
+    def __init__(self, graph: OperatorGraph, samples: Samples):
+        self.graph, self.samples = graph, samples
         self.drafts: list[LayerDraft] = []
-        #: By tensor name: which layer's output holds the elements of the tensor.  Raw tensors have no entry.
-        self.views: dict[str, View] = {}
+        #: By tensor name: the layer whose output holds the elements of the tensor. Raw and fixed tensors have no entry.
+        self.owners: dict[str, LayerDraft] = {}
 
-    # ---- Layers and views ---------------------------------------------------------------------------------------------
+    # ---- Layers -----------------------------------------------------------------------------------------------------------
 
     def _add(self, draft: LayerDraft, *tensors: str) -> None:
-        """Append a layer; ``tensors`` are its outputs, with their features last."""
+        """Append a layer; ``tensors`` are its outputs."""
         self.drafts.append(draft)
         draft.output = tensors[0] if tensors else ""
-        for tensor in tensors:
-            self.views[tensor] = self._output_view(draft, tensor)
+        self.owners.update((tensor, draft) for tensor in tensors)
 
-    def _output_view(self, draft: LayerDraft, tensor: str) -> View:
-        return View(draft, tuple(range(len(self.graph.shapes[tensor]))))
+    def _is_split(self, op: Operator) -> bool:
+        """Return whether the results of an operator belong to single samples."""
+        return self.samples.contexts[op.name] != "whole" and op.name not in self.samples.summed
 
-    def _view(self, tensor: str) -> View:
-        return self.views.get(tensor, View(None, None))
+    def _has_rows(self, tensor: str) -> bool:
+        """Return whether a tensor is rows of features: its samples are in another dimension than the last one."""
+        state, dims = self.samples.states[tensor], self.graph.dims[tensor]
+        return state.kind == "split" and 0 <= state.dim < len(dims) - 1
+
+    def _has_images(self, tensor: str) -> bool:
+        """Return whether a tensor is one image for each sample: (samples, channels, height, width)."""
+        state, dims = self.samples.states[tensor], self.graph.dims[tensor]
+        return state.kind == "split" and state.dim == 0 and len(dims) == 4 and dims[0] == Scaled(1)
 
     @staticmethod
-    def _has_features(view: View) -> bool:
+    def _has_features(draft: LayerDraft) -> bool:
         """Return whether the layer's output can be split along its features."""
-        return view.draft is not None and kind_of(view.draft.layer.kind).splitting is not Splitting.SAMPLES
+        return kind_of(draft.layer.kind).splitting is not Splitting.SAMPLES
 
     def _is_leaf(self, path: str) -> bool:
         return bool(path) and path in self.graph.leaves
@@ -50,6 +61,8 @@ class Assembly:
     @staticmethod
     def _join(path: str, name: str) -> str:
         return f"{path}.{name}" if path else name
+
+    # ---- Parameters -------------------------------------------------------------------------------------------------------
 
     def _parameters(self, tensors: Iterable[str], path: str) -> list[tuple[str, str]]:
         """Return the parameters that learned tensors depend on, as pairs of variable and name in the module at ``path``."""
@@ -64,27 +77,19 @@ class Assembly:
                 return self._join(holder, attribute)
         return self._join(*aliases[0]) if aliases else self.graph.variables[variable].name
 
-    def _source_layers(self, tensors: Sequence[str]) -> list[LayerDraft]:
-        """Return the layers whose outputs hold the tensors, each once.
+    def _is_parameter(self, tensor: str, shape: Sequence[int] | None = None) -> bool:
+        """Return whether a learned tensor is a parameter as it is, of a shape if one is given."""
+        variable = self.graph.variables.get(tensor)
+        return variable is not None and variable.trained and shape in (None, variable.shape)
 
-        If the features of a tensor are not its last dimension, a layer that reorders the elements is added and returned.
-        """
-        owners: dict[int, LayerDraft] = {}
-        for tensor in tensors:
-            view = self._view(tensor)
-            if not view.has_features_last:
-                view = self._add_reordering(tensor, view)
-            if view.draft is not None:
-                owners.setdefault(id(view.draft), view.draft)
-        return list(owners.values())
+    # ---- Sources ----------------------------------------------------------------------------------------------------------
 
-    def _add_reordering(self, tensor: str, view: View) -> View:
-        """Add an opaque layer that puts the elements of a view in order, and return the view of its output."""
-        assert view.draft is not None
-        op = self.graph.producer[tensor]
-        shape = self.graph.sample_shape(tensor)
-        layer = make.opaque("", shape, shape, modules=())
-        layer = replace(layer, input_shape=view.draft.layer.output_shape)
-        draft = LayerDraft(layer, self._join(op.path, op.kind), op.path, [view.draft], kinds=[op.kind])
-        self._add(draft, tensor)
-        return self.views[tensor]
+    def _sources(self, tensors: Sequence[str]) -> list[str]:
+        """Return the active tensors among some, each once."""
+        return list(dict.fromkeys(tensor for tensor in tensors if self.graph.is_active(tensor)))
+
+    def _feed(self, tensors: Sequence[str]) -> str:
+        """Return the raw tensor that a layer without active sources reads."""
+        if any(self.graph.is_active(tensor) for tensor in tensors):
+            return ""
+        return next((tensor for tensor in tensors if self.graph.is_raw(tensor)), "")

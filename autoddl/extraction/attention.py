@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .attention_checks import core_order, core_reason
 from .operators import ELEMENTWISE, UNARY, VIEWS, Operator, OperatorGraph
 
 __all__ = ["AttentionRegion", "find_attentions"]
@@ -43,6 +44,8 @@ class AttentionRegion:
         head_dim: Features of one head.
         causal: Whether a constant mask hides the later rows from each row.  None if there is a constant mask of unknown values.
         dropout: Whether dropout is applied to the probabilities.
+        is_interleaved: Whether the features of the only source are q, k and v of each head together, and not those of all heads.
+        reason: Why ranks cannot run the core as attention, as the end of a sentence.  "" if they can.
     """
 
     operators: tuple[Operator, ...]
@@ -54,6 +57,8 @@ class AttentionRegion:
     head_dim: int
     causal: bool | None
     dropout: bool
+    reason: str = ""
+    is_interleaved: bool = False
 
 
 def find_attentions(graph: OperatorGraph, ends: set[str], passable: set[str]) -> list[AttentionRegion]:
@@ -100,6 +105,11 @@ def _region_around(
     _add_feeders(graph, members)
     if not _is_closed(graph, members, output):
         return None
+    causal = _is_causal(graph, masks, rows)
+    reason = core_reason(graph, softmax, scores, members, masks, tuple(sources), head_dim, causal)
+    order = core_order(graph, scores, weighted, tuple(sources), output, sizes)
+    if order == "other" and not reason:
+        reason = "the features of its queries, keys and values are in another order"
     return AttentionRegion(
         operators=tuple(sorted(members.values(), key=lambda op: graph.position[op.name])),
         path=softmax.path,
@@ -108,8 +118,10 @@ def _region_around(
         rows=rows,
         heads=heads,
         head_dim=head_dim,
-        causal=_is_causal(graph, masks, rows),
+        causal=causal,
         dropout=dropout,
+        reason=reason,
+        is_interleaved=order == "interleaved",
     )
 
 

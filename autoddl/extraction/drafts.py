@@ -6,7 +6,7 @@ parameters are tied to another layer's, and its epilogue (the element-wise opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
@@ -14,12 +14,10 @@ from autoddl.costmodel.kinds.epilogue import GATES
 
 from ..zoo.layers import batch_norm_note, kept_by_epilogue
 from .blocks import mark_blocks
-from .operators import OperatorGraph
+from .operators import Operator, OperatorGraph
 
-__all__ = ["LayerDraft", "View", "build_layer_graph", "join_names"]
+__all__ = ["LayerDraft", "build_layer_graph", "join_names"]
 
-#: Name of the loss that consists of a difference and the operator given as key, before the mean.
-LOSSES_OF_DIFFERENCES = {"square": "mse_loss", "abs": "l1_loss"}
 #: Names that a note lists; the others are counted.
 MAX_LISTED_NAMES = 4
 
@@ -32,46 +30,53 @@ class LayerDraft:
         layer: The layer, without name, parameters and epilogue.
         name: Requested name.  If several drafts request the same name, numbers are appended.
         path: Path of the module that calls the layer's operators.
-        inputs: Layers whose outputs the layer reads.
+        sources: Active tensors that the layer reads, in order.
         variables: Pairs (tensor, parameter name) of the layer's parameters.
         epilogue: Pairs (operation, elements per sample) of the element-wise operators that follow.
         kinds: For an opaque layer: kinds of its operators.
         mixes_samples: Whether the result of one sample depends on the other samples of the batch.
         output: First output tensor of the layer, before its epilogue.  "" if the draft was added without one.
+        further: Drafts of layers without sources that the layer reads after its sources: tables of positions.
+        is_program: Whether the layer is a program of operators.
+        operators: Of a program: the operators, in execution order.
+        is_output: Whether a program has no operators at first, and returns what the model returns.
+        is_loss: Whether a program returns the loss of the model.
+        results: Of a program: tensors that it returns.
+        feed: Raw tensor that a layer without sources reads.  "" if it reads none.
+        reason: Why the layer can be split along the batch only.
+        streams: Names of the random numbers of its dropouts.
     """
 
     layer: Layer
     name: str
     path: str
-    inputs: list[LayerDraft] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     variables: list[tuple[str, str]] = field(default_factory=list)
     epilogue: list[tuple[str, int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     mixes_samples: bool = False
     output: str = ""
+    further: list[LayerDraft] = field(default_factory=list)
+    is_program: bool = False
+    operators: list[Operator] = field(default_factory=list)
+    is_output: bool = False
+    is_loss: bool = False
+    results: list[str] = field(default_factory=list)
+    feed: str = ""
+    reason: str = ""
+    streams: list[str] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class View:
-    """The layer whose output holds the elements of a tensor, and the order of the tensor's dimensions.
-
-    Attributes:
-        draft: Layer that computes the elements.  None for raw data.
-        dims: Permutation of the dimensions, relative to the layer's output, whose features are last: ``dims[i]`` is the
-            dimension there of dimension i of the tensor.  None if the order is unknown.
-    """
-
-    draft: LayerDraft | None
-    dims: tuple[int, ...] | None
-
-    @property
-    def has_features_last(self) -> bool:
-        """Whether the features are the last dimension of the tensor, or the tensor is a scalar."""
-        return self.draft is None or self.dims == () or (self.dims is not None and self.dims[-1] == len(self.dims) - 1)
+    def epilogue_has(self, operations: Iterable[str]) -> bool:
+        """Return whether one of some operations is in the epilogue."""
+        return not {name for name, _ in self.epilogue}.isdisjoint(operations)
 
 
 def build_layer_graph(
-    drafts: Sequence[LayerDraft], graph: OperatorGraph, name: str, notes: Sequence[str]
+    drafts: Sequence[LayerDraft],
+    producers: Mapping[int, Sequence[LayerDraft]],
+    graph: OperatorGraph,
+    name: str,
+    notes: Sequence[str],
 ) -> LayerGraph:
     """Return the layer graph of drafts.
 
@@ -79,6 +84,7 @@ def build_layer_graph(
 
     Args:
         drafts: All layers, in topological order.
+        producers: The layers that each layer reads, by the ``id`` of its draft.
         graph: The traced operators.
         name: Name of the layer graph.
         notes: Notes of the layer graph; notes about opaque layers and unused parameters are appended.
@@ -95,9 +101,10 @@ def build_layer_graph(
         for variable, parameter in dict(draft.variables).items():
             owner = owners.setdefault(variable, layer_name)
             tied_to = None if owner == layer_name else owner
-            parameters.append(Parameter(parameter, graph.variables[variable].shape, tied_to))
+            source = graph.variables[variable]
+            parameters.append(Parameter(parameter, source.shape, tied_to, source.frozen))
         # Epilogue.
-        epilogue = _with_losses(draft.epilogue)
+        epilogue = draft.epilogue
         followers = (*(operation for operation, _ in epilogue[1:]), "")
         # The activation of a gate is computed again from the gate, as in `kept_by_epilogue`.
         kept = sum(
@@ -110,11 +117,12 @@ def build_layer_graph(
                 draft.layer,
                 name=layer_name,
                 parameters=tuple(parameters),
+                dropouts=tuple(draft.streams),
                 epilogue=tuple(operation for operation, _ in epilogue),
                 kept_elements=draft.layer.kept_elements + kept,
             )
         )
-        edges += [(name_of_draft[id(source)], layer_name) for source in draft.inputs]
+        edges += [(name_of_draft[id(source)], layer_name) for source in producers[id(draft)]]
     layers = mark_blocks(layers, edges, graph.containers)
     all_notes = [*notes, *_opaque_notes(drafts, name_of_draft), *_unused_notes(graph, owners)]
     return LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes))
@@ -122,13 +130,14 @@ def build_layer_graph(
 
 def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -> list[str]:
     """Return notes that name the opaque layers and the layers that mix the samples of a batch."""
-    opaque_layers: dict[str, list[str]] = {}
+    opaque_layers: dict[tuple[str, str], list[str]] = {}
     for draft in drafts:
-        if draft.layer.kind == "opaque":
-            kinds = "+".join(dict.fromkeys(draft.kinds))
-            opaque_layers.setdefault(kinds, []).append(name_of_draft[id(draft)])
+        if draft.layer.kind == "opaque" and not (draft.is_output and not draft.kinds):
+            key = "+".join(dict.fromkeys(draft.kinds)), draft.reason
+            opaque_layers.setdefault(key, []).append(name_of_draft[id(draft)])
     notes = [
-        f"{kinds} ({join_names(names)}): can be split along the batch only" for kinds, names in opaque_layers.items()
+        f"{kinds} ({join_names(names)}): can be split along the batch only{reason and f', since {reason}'}"
+        for (kinds, reason), names in opaque_layers.items()
     ]
     normalised = [
         name_of_draft[id(draft)]
@@ -194,19 +203,3 @@ def _unique_names(requested: Sequence[str]) -> list[str]:
         taken.add(unique)
         names.append(unique)
     return names
-
-
-def _with_losses(epilogue: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Replace a difference, its square or absolute value and the following mean by the loss that they compute.
-
-    >>> _with_losses([("relu", 8), ("sub", 8), ("square", 8), ("reduce_sum", 1), ("scalar_mul", 1)])
-    [('relu', 8), ('mse_loss', 8)]
-    """
-    operations = list(epilogue)
-    for i in range(len(operations) - 1):
-        operation, following = operations[i][0], operations[i + 1][0]
-        if operation == "sub" and following in LOSSES_OF_DIFFERENCES:
-            rest = [name for name, _ in operations[i + 2 :]]
-            if all(name in ("reduce_sum", "scalar_mul", "scalar_div") for name in rest):
-                return [*operations[:i], (LOSSES_OF_DIFFERENCES[following], operations[i][1])]
-    return operations

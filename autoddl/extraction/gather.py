@@ -1,62 +1,53 @@
 """Groups the operators of a traced model into the layers of a layer graph.
 
 1. Find the *regions*, groups of operators that are one layer each: modules of registered kinds, recurrent modules, norms, dense
-   layers, attention cores, fused projections and gates.
-2. Visit the operators in execution order.  An operator outside of all regions is skipped if none of its outputs is active.
+   layers, attention cores, fused projections and gates, and the loss.
+2. Visit the operators in execution order.  An operator outside of all regions is skipped if none of its outputs is active, or if
+   it mixes samples.
 
    - The operator that ends a region adds the region's layer; the other operators of a region add nothing.
-   - An embedding lookup, a convolution, a pooling, a batch norm or a cross entropy adds a layer.
-   - A view adds no layer, it changes the order of a tensor's dimensions only.
+   - An embedding lookup, a convolution, a pooling or a batch norm adds a layer.
+   - A view that keeps the order of the elements adds no layer.
    - A residual sum adds a layer of kind ``add``.
-   - Any other element-wise operator, and a reduction over rows, joins the epilogue of the layer whose output it reads.
-   - Every other operator adds an opaque layer, which can be split along the batch only.  The notes of the graph name it.
+   - An element-wise operator that ranks know joins the epilogue of the layer whose output it reads.
+   - Every other operator begins a program (:mod:`.programs`).
+3. Join programs (:mod:`.clusters`), and return what the model returns.
+
+Skipped operators become part of the programs that need them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.epilogue import LOSSES
+from autoddl.pipelines.runtime.statements import EPILOGUES
 
 from ..zoo import layers as make
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
-from .drafts import LayerDraft, View, build_layer_graph, join_names
+from .drafts import LayerDraft
+from .finishing import finish
 from .images import image_layer_of
+from .losses import LossRegion, find_loss
 from .norms import NormRegion, find_norms
-from .operators import (
-    CROSS_ENTROPIES,
-    ELEMENTWISE,
-    ELEMENTWISE_LOSSES,
-    LOOKUPS,
-    PRODUCTS,
-    REDUCTIONS,
-    SUMS,
-    VIEWS,
-    Operator,
-    OperatorGraph,
-    flops,
-    lookup_arguments,
-)
+from .operators import LOOKUPS, SUMS, Operator, OperatorGraph, lookup_arguments, stream_of
 from .registered import RegisteredRegion, find_registered
+from .samples import find_samples
 
 __all__ = ["gather"]
 
 #: Names of operators in an epilogue, by OneFlow's operator name, if the two differ.
-EPILOGUE_NAMES = {
-    "fast_gelu": "gelu",
-    "sigmoid_v2": "sigmoid",
-    "add_n": "sum",
-    "broadcast_add": "sum",
-    "bias_add": "sum",
-    "broadcast_sub": "sub",
-    "broadcast_mul": "product",
-    "broadcast_div": "quotient",
-}
+EPILOGUE_NAMES = {"fast_gelu": "gelu", "sigmoid_v2": "sigmoid"}
+#: Attributes of operators in an epilogue that ranks do not know with other values.
+_PLAIN_ATTRIBUTES = {"elu": {"alpha": 1.0}, "softplus": {"beta": 1.0, "threshold": 20.0}}
+#: Operators that keep the elements and their order.
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "identity", "to_contiguous"})
 
 
 def gather(graph: OperatorGraph, name: str) -> LayerGraph:
@@ -67,7 +58,7 @@ def gather(graph: OperatorGraph, name: str) -> LayerGraph:
         name: Name of the layer graph.
 
     Raises:
-        UserError: If no operator depends on both inputs and parameters.
+        UserError: If no operator depends on both inputs and parameters, or if ranks cannot run an operator.
     """
     return _Gathering(graph).run(name)
 
@@ -76,16 +67,22 @@ class _Gathering(Assembly):
     """One pass over the operators of a graph."""
 
     def __init__(self, graph: OperatorGraph):
-        super().__init__(graph)
-        #: Modules whose attention has a mask of unknown values.
-        self.unknown_masks: list[str] = []
+        super().__init__(graph, find_samples(graph))
         #: Paths of the children of module lists and sequences.
         self.container_children = {child for children in graph.containers.values() for child in children}
         #: By operator name, for the operators of regions: adds the region's layer.  None if another operator of the region does.
         self.actions: dict[str, Callable[[], None] | None] = {}
+        #: By operator name: why no layer of a kind with more strategies describes it.
+        self.reasons: dict[str, str] = {}
+        #: Names of the operators of recurrent modules.
+        self.recurrent: set[str] = set()
 
     def run(self, name: str) -> LayerGraph:
         """Return the layer graph."""
+        if not any(self.graph.is_active(tensor) for op in self.graph.operators for tensor in op.outputs):
+            raise UserError(
+                f"no operator of {name} depends on both its inputs and its parameters: there is nothing to plan"
+            )
         # 1. Regions.
         self._find_regions()
         # 2. Layers, in execution order.
@@ -94,30 +91,25 @@ class _Gathering(Assembly):
                 action = self.actions[op.name]
                 if action is not None:
                     action()
-            elif any(self.graph.is_active(tensor) for tensor in op.outputs):
+            elif self._is_split(op) and any(self.graph.is_active(tensor) for tensor in op.outputs):
                 self._add_operator(op)
-        if not self.drafts:
-            raise UserError(
-                f"no operator of {name} depends on both its inputs and its parameters: there is nothing to plan"
-            )
-        notes = list(self.graph.notes)
-        if self.unknown_masks:
-            notes.append(
-                f"{join_names(self.unknown_masks)}: the values of the attention mask are unknown; it is taken as causal"
-            )
-        return build_layer_graph(self.drafts, self.graph, name, notes)
+        # 3. Programs and outputs.
+        return finish(self, name, self.graph.notes)
 
     # ---- Regions ----------------------------------------------------------------------------------------------------
 
     def _find_regions(self) -> None:
         """Find all regions and assign an action to each of their operators."""
         graph = self.graph
-        dense, norms = find_dense(graph), find_norms(graph)
+        dense = [part for part in find_dense(graph) if self._is_known_product(part)]
+        norms = [norm for norm in find_norms(graph) if self._is_known_norm(norm)]
         loops = find_recurrent_calls(graph, dense)
         registered = find_registered(graph)
         # Registered modules take precedence over all other regions, recurrent modules over dense layers and norms.
         registered_operators = {op.name for region in registered for op in region.operators}
         loops = [loop for loop in loops if registered_operators.isdisjoint(op.name for op in loop)]
+        self.reasons |= {op.name: "it is a recurrent module" for loop in loops for op in loop}
+        self.recurrent = {op.name for loop in loops for op in loop}
         assigned = registered_operators | {op.name for loop in loops for op in loop}
         dense = [part for part in dense if part.product.name not in assigned]
         norms = [norm for norm in norms if norm.operators[0].name not in assigned]
@@ -126,7 +118,10 @@ class _Gathering(Assembly):
         ends = {part.output for part in dense} | {norm.output for norm in norms if norm not in head_norms}
         attentions = find_attentions(graph, ends, {op.name for norm in head_norms for op in norm.operators})
         attentions = [
-            region for region in attentions if registered_operators.isdisjoint(op.name for op in region.operators)
+            region
+            for region in attentions
+            if registered_operators.isdisjoint(op.name for op in region.operators)
+            and self._is_known_attention(region, {part.output: part.source for part in dense})
         ]
         attention_operators = {op.name for region in attentions for op in region.operators}
         # Dense layers that are not fused are groups of one.
@@ -136,9 +131,6 @@ class _Gathering(Assembly):
         # Later assignments replace earlier ones.
         for own_region in registered:
             self._assign(own_region.operators, own_region.output, partial(self._add_registered, own_region))
-        for loop in loops:
-            output = max(graph.results_of(loop), key=graph.elements, default=loop[-1].output)
-            self._assign(loop, loop[-1].output, partial(self._add_opaque, loop, output, "a recurrent module"))
         for norm in norms:
             if attention_operators.isdisjoint(op.name for op in norm.operators):
                 self._assign(norm.operators, norm.output, partial(self._add_norm, norm))
@@ -148,31 +140,79 @@ class _Gathering(Assembly):
             first = min((part.product for part in group.parts), key=lambda op: graph.position[op.name])
             members = [op for part in group.parts for op in part.operators]
             self._assign([*members, *group.gate], first.output, partial(self._add_dense, group))
+        loss = find_loss(graph, self.samples)
+        if loss is not None and not any(op.name in self.actions for op in loss.operators):
+            self._assign(loss.operators, loss.first.output, partial(self._add_loss, loss))
 
     def _assign(self, operators: Sequence[Operator], tensor: str, action: Callable[[], None]) -> None:
         """Assign an action to the operator that computes ``tensor``, and no action to the others of the region."""
         for op in operators:
             self.actions[op.name] = action if tensor in op.outputs else None
 
+    def _is_known_product(self, part: Dense) -> bool:
+        """Return whether ranks have the product: they store its weight as (out, in), and its rows belong to single samples."""
+        graph, samples = self.graph, self.samples
+        if not all(self._is_split(op) for op in part.operators) or not self._has_rows(part.source):
+            return False
+        if part.product.kind == "fused_matmul_bias":
+            return self._is_parameter(part.weight)
+        is_stored = self._is_parameter(part.weight) and part.product.attributes.get("transpose_b")
+        if not is_stored:
+            self.reasons[part.product.name] = "its weight is not stored as (out, in)"
+        is_vector = not part.bias or self._is_parameter(part.bias, (part.out_features,))
+        return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
+
+    def _is_known_norm(self, norm: NormRegion) -> bool:
+        """Return whether ranks have the norm: its module says what is added to the variance, and its vectors are parameters."""
+        module = self.graph.modules.get(norm.operators[0].path)
+        has_constant = any(
+            isinstance(getattr(module, name, None), (int, float)) for name in ("eps", "variance_epsilon", "epsilon")
+        )
+        features = self.graph.shapes[norm.source][-1]
+        are_vectors = bool(norm.learned) and all(self._is_parameter(tensor, (features,)) for tensor in norm.learned)
+        return has_constant and are_vectors and self._has_rows(norm.source) and all(map(self._is_split, norm.operators))
+
+    def _is_known_attention(self, region: AttentionRegion, projected: Mapping[str, str]) -> bool:
+        """Return whether ranks have the attention core; if not, its operators get the reason.
+
+        Args:
+            region: The core.
+            projected: What each dense layer reads, by its output.
+        """
+        reason = region.reason
+        read = {projected.get(tensor, tensor) for tensor in region.sources}
+        if not reason and (len(region.sources), len(read)) not in ((1, 1), (3, 1), (3, 3)):
+            reason = "its queries are of another sequence than its keys"
+        if not reason and not all(self.samples.contexts[op.name] in ("split", "fixed") for op in region.operators):
+            reason = "its attention mixes samples"
+        if not reason and any(
+            self.samples.states[tensor].dim != 0 or self.samples.states[tensor].outer != 1 for tensor in region.sources
+        ):
+            reason = "its attention does not have samples first"
+        dropouts = [op for op in region.operators if op.kind == "dropout"]
+        if not reason and (len(dropouts) > 1 or any(not self._is_dropout_module(op) for op in dropouts)):
+            reason = "its attention has a dropout that is no module nn.Dropout"
+        if reason:
+            self.reasons |= {op.name: reason for op in region.operators}
+        return not reason
+
     def _add_registered(self, region: RegisteredRegion) -> None:
         learned = [tensor for op in region.operators for tensor in self.graph.learned_inputs(op)]
         layer = replace(region.layer, name="", parameters=(), modules=(region.path,))
-        inputs, variables = self._source_layers(region.sources), self._parameters(learned, region.path)
-        self._add(LayerDraft(layer, region.path, region.path, inputs, variables), region.output)
+        sources, variables = self._sources(region.sources), self._parameters(learned, region.path)
+        draft = LayerDraft(layer, region.path, region.path, sources, variables, feed=self._feed(region.sources))
+        self._add(draft, region.output)
 
     def _add_norm(self, norm: NormRegion) -> None:
         first = norm.operators[0]
-        if not self._view(norm.source).has_features_last:
-            # The norm is not taken over the features of a layer, but over groups of channels, for example.
-            self._add_opaque(norm.operators, norm.output)
-            return
         rows, features = self.graph.rows_and_features(norm.source)
         is_module = self._is_leaf(first.path)
         layer = make.norm("", rows, features, statistics=norm.statistics)
-        layer = replace(layer, modules=(first.path,) if is_module else ())
+        layer = replace(layer, modules=(first.path,))
         name = first.path if is_module else self._join(first.path, "norm")
         variables = self._parameters(norm.learned, first.path)
-        self._add(LayerDraft(layer, name, first.path, self._source_layers([norm.source]), variables), norm.output)
+        sources, feed = self._sources([norm.source]), self._feed([norm.source])
+        self._add(LayerDraft(layer, name, first.path, sources, variables, feed=feed), norm.output)
 
     def _add_attention(self, region: AttentionRegion) -> None:
         graph = self.graph
@@ -181,8 +221,6 @@ class _Gathering(Assembly):
         kv_heads, rest = divmod(features - region.heads * region.head_dim, 2 * region.head_dim)
         if rest or kv_heads < 1 or region.heads % kv_heads:
             kv_heads = region.heads
-        if region.causal is None:
-            self.unknown_masks.append(region.path or "attention")
         layer = make.attention(
             "",
             region.rows,
@@ -197,11 +235,14 @@ class _Gathering(Assembly):
             layer,
             input_shape=(region.rows, features),
             modules=(region.path,) if region.path else (),
+            attributes={**layer.attributes, **({"interleaved": 1} if region.is_interleaved else {})},
         )
         learned = [t for op in region.operators for t in graph.learned_inputs(op)]
         variables = self._parameters(learned, region.path)
         name = region.path if is_own_module else self._join(region.path, "attention")
-        self._add(LayerDraft(layer, name, region.path, self._source_layers(region.sources), variables), region.output)
+        draft = LayerDraft(layer, name, region.path, self._sources(region.sources), variables)
+        draft.streams += [stream_of(graph, op) for op in region.operators if op.kind == "dropout"]
+        self._add(draft, region.output)
 
     def _add_dense(self, group: DenseGroup) -> None:
         first = group.parts[0]
@@ -220,13 +261,15 @@ class _Gathering(Assembly):
             layer=replace(layer, epilogue=(), kept_elements=0, modules=modules),
             name=_fused_name(names),
             path=first.product.path,
-            inputs=self._source_layers([first.source]),
+            sources=self._sources([first.source]),
             variables=variables,
             epilogue=[(operation, rows * layer.features) for operation in epilogue],
+            feed=self._feed([first.source]),
         )
         self._add(draft, *(part.output for part in group.parts))
         if group.output:
-            self.views[group.output] = self._output_view(draft, group.output)
+            self.owners[group.output] = draft
+            draft.output = group.output
 
     def _dense_name(self, part: Dense) -> str:
         """Return the path of the layer's module or, in a larger module, the name of the weight or ``linear``."""
@@ -239,40 +282,61 @@ class _Gathering(Assembly):
                 return self._join(path, attribute)
         return self._join(path, "linear")
 
+    def _add_loss(self, region: LossRegion) -> None:
+        """Add the cross entropy, or the error that ends the linear layer before it."""
+        rows, vocabulary = self.graph.rows_and_features(region.source)
+        path = region.first.path
+        owner = self.owners.get(region.source)
+        if region.error and owner is not None and owner.layer.kind == "linear" and not owner.epilogue_has(LOSSES):
+            owner.epilogue.append((region.error, self.graph.elements(region.source) // self.graph.batch))
+            self.owners[region.output] = owner
+            return
+        if region.error:
+            self._add_program([region.first], region.first.output)
+            for op in region.operators:
+                del self.actions[op.name]
+            return
+        layer = make.loss("", rows, vocabulary)
+        is_module = self._is_leaf(path)
+        draft = LayerDraft(
+            layer=replace(layer, modules=(path,) if is_module else ()),
+            name=path if is_module else self._join(path, "loss"),
+            path=path,
+            sources=self._sources([region.source]),
+        )
+        self._add(draft, region.output)
+
     # ---- Single operators -------------------------------------------------------------------------------------------
 
     def _add_operator(self, op: Operator) -> None:
-        """Add the layer or the view of an operator outside of all regions, or add the operator to the layer that it follows."""
+        """Add the layer of an operator outside of all regions, or add the operator to the layer that it follows."""
+        if op.name in self.recurrent:
+            self._add_program([op], op.output)
+            return
         if op.kind in LOOKUPS and self._add_embedding(op):
             return
-        found = image_layer_of(self.graph, op, self._is_image)
-        if found is not None:
-            self._add(self._module_draft(op, found.layer, found.layer.kind, found.learned, [found.source]), op.output)
-            return
-        if op.kind in CROSS_ENTROPIES or (op.kind == "log_softmax" and self._is_read_by_nll(op)):
-            self._add_loss(op)
-        elif op.kind in VIEWS and len(self.graph.active_inputs(op)) == 1:
-            self._add_view(op)
-        elif not self._join_layer(op):
-            self._add_opaque([op], op.output)
+        found = image_layer_of(self.graph, op, self._has_images) if op.outputs else None
+        if found is not None and all(self._is_parameter(tensor) for tensor in found.learned):
+            draft = self._module_draft(op, found.layer, found.layer.kind, found.learned, [found.source])
+            self._add(draft, op.output)
+        elif not (self._is_alias(op) or self._add_sum(op) or self._join_epilogue(op)):
+            self._add_program([op], op.output)
 
     def _add_embedding(self, op: Operator) -> bool:
-        """Add the layer of a lookup in a learned table by raw indices; return False for other lookups."""
+        """Add the layer of a lookup in a table by raw indices; return False for other lookups."""
         graph = self.graph
         table, indices = lookup_arguments(op)
-        if not graph.is_learned(table) or not graph.is_raw(indices) or len(graph.shapes[table]) != 2:
+        module = graph.modules.get(op.path)
+        options = (getattr(module, name, None) for name in ("padding_idx", "max_norm", "scale_grad_by_freq"))
+        is_plain = module is not None and hasattr(module, "weight") and all(o is None or o is False for o in options)
+        shape = graph.shapes[table]
+        if not is_plain or not graph.is_raw(indices) or len(shape) != 2 or not self._is_parameter(table):
             return False
-        vocabulary, features = graph.shapes[table]
-        layer = make.embedding("", graph.elements(indices) // graph.batch, vocabulary, features)
-        self._add(self._module_draft(op, layer, "embedding", [table]), op.output)
+        if op.attributes.get("axis", 0) != 0 or self.samples.states[indices].kind != "split":
+            return False
+        layer = make.embedding("", graph.elements(indices) // graph.batch, *shape)
+        self._add(self._module_draft(op, layer, "embedding", [table], [indices]), op.output)
         return True
-
-    def _is_image(self, tensor: str) -> bool:
-        """Return whether a tensor is raw data, or the image that a layer wrote, without a change of the order of its elements."""
-        view = self._view(tensor)
-        return view.draft is None or (
-            len(view.draft.layer.output_shape) == 3 and view.dims == tuple(range(len(self.graph.shapes[tensor])))
-        )
 
     def _module_draft(
         self, op: Operator, layer: Layer, kind: str, learned: Sequence[str], sources: Sequence[str] = ()
@@ -283,164 +347,163 @@ class _Gathering(Assembly):
             layer=replace(layer, modules=(op.path,) if is_module else ()),
             name=op.path if is_module else self._join(op.path, kind),
             path=op.path,
-            inputs=self._source_layers(sources),
+            sources=self._sources(sources),
             variables=self._parameters(learned, op.path),
+            feed=self._feed(sources),
         )
 
-    def _is_read_by_nll(self, op: Operator) -> bool:
-        """Return whether a negative log-likelihood reads the output of an operator, directly or through views."""
-        tensor = op.output
-        while (reader := self.graph.sole_consumer(tensor)) is not None:
-            if reader.kind == "nll":
+    def _is_alias(self, op: Operator) -> bool:
+        """Take the output of a view for the output of the layer that it views, if it has the same rows of features.
+
+        Returns:
+            False if the view changes the order of elements, or their division into features.
+        """
+        graph = self.graph
+        first = graph.producer.get(op.inputs[0]) if op.kind == "transpose" else None
+        if first is not None and first.kind == "transpose" and self._is_undone(first, op):
+            source = self.owners.get(first.inputs[0])
+            if source is not None and not source.is_program:
+                self.owners[op.output] = source
                 return True
-            if reader.kind not in VIEWS:
-                return False
-            tensor = reader.output
-        return False
+        owner = self.owners.get(op.inputs[0]) if op.inputs else None
+        if owner is None or owner.is_program or not self._keeps_order(op):
+            return False
+        before, after = graph.shapes[op.inputs[0]], graph.shapes[op.output]
+        if len(owner.layer.output_shape) == 3:
+            keeps = before == after or len(after) == 2  # all elements of an image are one row
+        else:
+            keeps = before[-1:] == after[-1:] or (len(after) == 2 and not self._has_features(owner))
+        if keeps:
+            self.owners[op.output] = owner
+        return keeps
 
-    def _add_loss(self, op: Operator) -> None:
-        logits = op.arguments.get("prediction", op.arguments.get("in", op.inputs[:1]))[0]
-        rows, vocabulary = self.graph.rows_and_features(logits)
-        layer = make.loss("", rows, vocabulary)
-        is_module = self._is_leaf(op.path)
-        draft = LayerDraft(
-            layer=replace(layer, modules=(op.path,) if is_module else ()),
-            name=op.path if is_module else self._join(op.path, "loss"),
-            path=op.path,
-            inputs=self._source_layers([logits]),
-        )
-        self._add(draft, *op.outputs)
+    @staticmethod
+    def _is_undone(first: Operator, second: Operator) -> bool:
+        """Return whether the second of two transpositions undoes the first."""
+        order = [first.attributes["perm"][dim] for dim in second.attributes["perm"]]
+        return order == sorted(order)
 
-    def _add_view(self, op: Operator) -> None:
-        """Set the order of the dimensions of a view's output."""
-        graph = self.graph
-        (source,) = graph.active_inputs(op)
-        view = self._view(source)
-        before, after = graph.shapes[source], graph.shapes[op.output]
+    def _keeps_order(self, op: Operator) -> bool:
         if op.kind == "transpose":
-            dims = None if view.dims is None else tuple(view.dims[dim] for dim in op.attributes["perm"])
-        elif before == after:
-            dims = view.dims
-        elif view.draft is not None and len(view.draft.layer.output_shape) == 3:
-            # Of an image, all elements in their order are one row; anything else reorders blocks of channels.
-            dims = tuple(range(len(after))) if self._is_image(source) and len(after) == 2 else None
-        elif view.has_features_last and (
-            before[-1:] == after[-1:] or (len(after) == 2 and not self._has_features(view))
-        ):
-            dims = tuple(range(len(after)))
-        else:
-            dims = None
-        for tensor in op.outputs:
-            self.views[tensor] = View(view.draft, dims)
+            return tuple(op.attributes["perm"]) == tuple(range(len(op.attributes["perm"])))
+        if op.kind == "cast":
+            return self.graph.dims[op.inputs[0]] == self.graph.dims[op.output]
+        return op.kind in _RESHAPES
 
-    def _join_layer(self, op: Operator) -> bool:
-        """Add an operator to the layer that it follows, or add the layer of a residual sum.
-
-        Returns:
-            False if the operator is neither; nothing is changed then.
-        """
+    def _join_epilogue(self, op: Operator) -> bool:
+        """Add an element-wise operator to the epilogue of the only layer that it reads; False if ranks cannot run it there."""
         graph = self.graph
-        active = graph.active_inputs(op)
-        owners = list({id(d): d for t in active if (d := self._view(t).draft) is not None}.values())
-        if not owners:
-            return False
-        elements = max(graph.elements(tensor) for tensor in active)
-        if op.kind in ELEMENTWISE and graph.elements(op.output) == elements:
-            if len(owners) > 1:
-                return op.kind in SUMS and self._add_sum(op, active)
-            return self._join_elementwise(op, owners[0], active)
-        is_loss = owners[0].layer.kind == "loss" and len(owners) == 1
-        if op.kind in ELEMENTWISE_LOSSES or is_loss or (len(owners) == 1 and self._is_row_reduction(op)):
-            self._append_to_epilogue(op, owners[0], active)
+        owner = self.owners.get(op.inputs[0])
+        if len(op.inputs) == 2 and self._join_bias(op):
             return True
-        return False
-
-    def _is_row_reduction(self, op: Operator) -> bool:
-        """Return whether an operator reduces all dimensions of a tensor, or its rows but neither the batch nor the features."""
-        if op.kind not in REDUCTIONS:
+        if owner is None or len(op.inputs) != 1 or owner.is_program or owner.layer.kind in ("attention", "position"):
             return False
-        shape, dims = self.graph.shapes[op.inputs[0]], self.graph.reduced_dims(op)
-        view = self._view(op.inputs[0])
-        if view.draft is not None and len(view.draft.layer.output_shape) == 3 and len(dims) < len(shape):
-            return False
-        return len(dims) == len(shape) or (
-            view.has_features_last and self._has_features(view) and not {0, len(shape) - 1} & set(dims)
-        )
-
-    def _join_elementwise(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> bool:
-        """Add an element-wise operator to a layer's epilogue; a sum with a table adds a layer instead."""
-        tables = [tensor for tensor in op.inputs if tensor not in active and self._is_table(tensor, active[0])]
-        if (
-            len(active) == 1
-            and tables
-            and op.kind in SUMS - {"broadcast_sub"}
-            and self._view(active[0]).has_features_last
-        ):
-            return self._add_sum(op, active)
-        owner.variables += self._parameters(self.graph.learned_inputs(op), op.path)
-        self._append_to_epilogue(op, owner, active)
-        return True
-
-    def _append_to_epilogue(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> None:
-        """Append an operator to a layer's epilogue, and set the order of the dimensions of its outputs."""
-        graph = self.graph
-        is_bias = op.kind in (*SUMS, "bias_add") and len(active) == 1 and bool(graph.learned_inputs(op))
-        if owner.layer.kind != "loss" and not is_bias:
-            name = EPILOGUE_NAMES.get(op.kind, op.kind)
-            if op.kind in PRODUCTS and len(active) == 1 and graph.learned_inputs(op):
-                name = "scale"
-            owner.epilogue.append((name, graph.elements(op.output) // graph.batch))
-        views = [self._view(tensor) for tensor in active]
-        same_shape = all(graph.shapes[tensor] == graph.shapes[op.output] for tensor in active)
-        if same_shape and len({view.dims for view in views}) == 1:
-            dims = views[0].dims
-        elif all(view.has_features_last for view in views):
-            dims = tuple(range(len(graph.shapes[op.output])))
+        name = EPILOGUE_NAMES.get(op.kind, op.kind)
+        attributes = {key: op.attributes.get(key) for key in _PLAIN_ATTRIBUTES.get(op.kind, ())}
+        if op.kind == "dropout":
+            is_known = self._is_dropout_module(op) and len(owner.layer.output_shape) < 3
         else:
-            dims = None
-        for tensor in op.outputs:
-            self.views[tensor] = View(owner, dims)
-
-    def _is_table(self, tensor: str, active: str) -> bool:
-        """Return whether a tensor has one element for each row and feature of an active tensor, so that it is not a bias.
-
-        A raw tensor must have the whole shape; a learned one may have the shape of one sample.
-        """
-        graph = self.graph
-        rows, features = graph.rows_and_features(active)
-        if graph.is_raw(tensor):
-            return graph.shapes[tensor] == graph.shapes[active]
-        is_whole = graph.elements(tensor) in (rows * features, graph.elements(active))
-        return graph.is_learned(tensor) and rows > 1 and is_whole
-
-    def _add_sum(self, op: Operator, active: Sequence[str]) -> bool:
-        """Add the layer of a residual sum, and a layer for each learned table that it adds.
-
-        Returns:
-            False if the operator is not such a sum; no layer is added then.
-        """
-        graph = self.graph
-        sizes = {graph.elements(tensor) for tensor in active}
-        if len(sizes) > 1 or any(not self._view(tensor).has_features_last for tensor in active):
+            is_known = name in EPILOGUES and name not in ("square", "abs", "exp", "identity")
+        # The operations of an epilogue follow each other, and nothing else reads the results between them.
+        is_last = self._follows(owner, op.inputs[0])
+        if not is_known or not is_last or attributes != _PLAIN_ATTRIBUTES.get(op.kind, {}):
             return False
-        learned = graph.learned_inputs(op)
-        tables = [tensor for tensor in learned if self._is_table(tensor, active[0])]
-        if len(tables) < len(learned):
-            return False
-        sources: list[LayerDraft] = []
-        for draft in self._source_layers(active):
-            # A sum that only this sum reads becomes part of it (three tables, or parallel branches).
-            if draft.layer.kind == "add" and draft.output in active and graph.sole_consumer(draft.output) is op:
-                self.drafts.remove(draft)
-                sources += draft.inputs
-            else:
-                sources.append(draft)
-        sources += [self._add_position(tensor, active[0]) for tensor in tables]
-        shape = graph.sample_shape(op.output)
-        only_tables = all(draft.layer.kind in ("embedding", "position") for draft in sources)
-        name = self._join(op.path, "embed" if only_tables else "add")
-        self._add(LayerDraft(make.add("", shape), name, op.path, sources), op.output)
+        owner.epilogue.append((name, graph.elements(op.output) // graph.batch))
+        owner.streams += [stream_of(graph, op)] if op.kind == "dropout" else []
+        self._take_over(owner, op)
         return True
+
+    def _is_dropout_module(self, op: Operator) -> bool:
+        return op.path in self.graph.leaves and hasattr(self.graph.modules.get(op.path), "p")
+
+    def _follows(self, owner: LayerDraft, tensor: str) -> bool:
+        """Return whether nothing but one operator reads a layer's output, as it is or in another shape."""
+        graph = self.graph
+        while True:
+            if graph.sole_consumer(tensor) is None:
+                return False
+            if tensor == owner.output:
+                return True
+            tensor = graph.producer[tensor].inputs[0]
+            if self.owners.get(tensor) is not owner:
+                return False
+
+    def _join_bias(self, op: Operator) -> bool:
+        """Add the bias of a convolution to its layer."""
+        graph = self.graph
+        active = [tensor for tensor in op.inputs if tensor in self.owners]
+        others = [tensor for tensor in op.inputs if tensor not in active]
+        if len(active) != 1 or op.kind not in ("bias_add", "broadcast_add", "add_n"):
+            return False
+        owner = self.owners[active[0]]
+        is_of_convolution = owner.layer.kind == "conv2d" and op.path == owner.path and not owner.epilogue
+        if not is_of_convolution or not self._is_parameter(others[0], (owner.layer.attributes["out_channels"],)):
+            return False
+        if owner.output != active[0] or graph.sole_consumer(active[0]) is None:
+            return False
+        owner.variables += self._parameters(others, op.path)
+        self._take_over(owner, op)
+        return True
+
+    def _take_over(self, owner: LayerDraft, op: Operator) -> None:
+        """Take the result of an operator for the output of a layer."""
+        self.owners[op.output] = owner
+        owner.output = op.output
+
+    def _add_sum(self, op: Operator) -> bool:
+        """Add the layer of a residual sum, and a layer for each learned table that it adds; False for other operators."""
+        graph = self.graph
+        if op.kind not in SUMS - {"broadcast_sub"}:
+            return False
+        active = [tensor for tensor in op.inputs if tensor in self.owners]
+        tables = [tensor for tensor in op.inputs if tensor not in active]
+        dims, is_image = graph.dims[op.output], self._has_images(op.output)
+        if any(graph.dims[tensor] != dims for tensor in active) or not (self._has_rows(op.output) or is_image):
+            return False
+        if (
+            len(set(active)) < len(active)
+            or not active
+            or not all(self._is_table(tensor, op.output) for tensor in tables)
+        ):
+            return False
+        shapes = {self.owners[tensor].layer.output_shape for tensor in active if not self.owners[tensor].is_program}
+        images = {len(shape) == 3 for shape in shapes}
+        if len(images) > 1 or len(active) + len(tables) < 2 or (tables and True in images):
+            return False
+        are_images = True in images or (not images and is_image and self._are_image_programs(active))
+        further = [self._add_position(tensor, active[0]) for tensor in tables]
+        sources: list[str] = []
+        for tensor in active:
+            draft = self.owners[tensor]
+            # A sum that only this sum reads becomes part of it (three tables, or parallel branches).
+            if draft.layer.kind == "add" and tensor == draft.output and graph.sole_consumer(tensor) is op:
+                self.drafts.remove(draft)
+                sources += draft.sources
+                further = [*draft.further, *further]
+            else:
+                sources.append(tensor)
+        shape = tuple(graph.shapes[op.output][1:]) if are_images else graph.rows_and_features(op.output)
+        only_tables = all(self.owners[tensor].layer.kind == "embedding" for tensor in sources)
+        name = self._join(op.path, "embed" if only_tables else "add")
+        self._add(LayerDraft(make.add("", shape), name, op.path, sources, further=further), op.output)
+        return True
+
+    def _are_image_programs(self, tensors: Sequence[str]) -> bool:
+        """Return whether programs compute images: a convolution or a batch norm is among their operators."""
+        kinds = {kind for tensor in tensors for kind in self.owners[tensor].kinds}
+        return bool(kinds & {"conv2d", "deconv2d", "normalization", "bias_add", "concat", "max_pool_2d"})
+
+    def _is_table(self, tensor: str, total: str) -> bool:
+        """Return whether a learned tensor is a table of positions: a parameter, or its first rows, added to every sample."""
+        graph = self.graph
+        rows, features = graph.rows_and_features(total)
+        if not graph.is_learned(tensor) or graph.elements(tensor) != rows * features or rows < 2:
+            return False
+        variables = graph.trained_variables(tensor)
+        if len(variables) != 1 or self.samples.states[total].outer != 1 or self.samples.states[total].dim != 0:
+            return False
+        shape = graph.variables[variables[0]].shape
+        return shape[-1] == features and {op.kind for op in graph.ancestors(tensor)} <= _TABLE_OPERATORS
 
     def _add_position(self, table: str, active: str) -> LayerDraft:
         """Add and return the layer of a learned table that is added to every sample."""
@@ -448,90 +511,42 @@ class _Gathering(Assembly):
         op = graph.producer.get(table)
         variable = graph.trained_variables(table)[0]
         holder, attribute = graph.aliases.get(variable, ((op.path if op else "", "position"),))[0]
-        rows, features = self.graph.rows_and_features(active)
+        rows, features = graph.rows_and_features(active)
         whole = graph.shapes[variable]
         positions = whole[-2] if len(whole) > 1 and whole[-1] == features else rows
         layer = make.position("", rows, max(positions, rows), features)
         name = holder if self._is_leaf(holder) else self._join(holder, attribute)
-        draft = LayerDraft(replace(layer, modules=(name,)), name, holder, [], self._parameters([table], holder))
+        draft = LayerDraft(replace(layer, modules=(name,)), name, holder, variables=self._parameters([table], holder))
         self._add(draft)
         return draft
 
-    # ---- Opaque layers ----------------------------------------------------------------------------------------------
+    # ---- Programs ---------------------------------------------------------------------------------------------------
 
-    def _add_opaque(self, operators: Sequence[Operator], output: str, description: str = "") -> None:
-        """Add an opaque layer, which can be split along the batch only.
-
-        An operator that follows an opaque layer of the same module becomes part of this layer instead.
-
-        Args:
-            operators: Operators of the layer, in execution order.
-            output: Output tensor of the layer.
-            description: What the notes call the operators.  Default: their kinds.
-        """
-        graph, op = self.graph, operators[-1]
-        computed = {tensor for member in operators for tensor in member.outputs}
-        active = list(dict.fromkeys(t for m in operators for t in graph.active_inputs(m) if t not in computed))
-        learned = [t for member in operators for t in graph.learned_inputs(member)]
-        variables = self._parameters(learned, op.path)
-        inputs = self._source_layers(active)
-        products = [count for member in operators if (count := flops(graph, member))]
-        sample_flops = sum(products) / graph.batch
-        intermediate = [t for m in operators for t in m.outputs if t != output and graph.has_batch(t)]
-        kept = sum(graph.elements(tensor) for tensor in intermediate) // graph.batch
-        if self._continues_opaque(op, inputs, active):
-            draft = inputs[0]
-            kept += draft.layer.output_elements
-            draft.layer = replace(
-                draft.layer,
-                output_shape=graph.sample_shape(output),
-                attributes=_with_products(draft.layer, len(products)),
-                flops=draft.layer.flops + sample_flops,
-                kept_elements=draft.layer.kept_elements + kept,
-            )
-            draft.variables += variables
-        else:
-            raw = [t for member in operators for t in member.inputs if graph.is_raw(t)]
-            source = (active or raw or [output])[0]
-            is_module = self._is_leaf(op.path)
-            layer = make.opaque(
-                "",
-                graph.sample_shape(source),
-                graph.sample_shape(output),
-                flops=sample_flops,
-                products=len(products),
-                kept_elements=kept,
-                modules=(op.path,) if is_module else (),
-            )
-            name = op.path if is_module else self._join(op.path, op.kind)
-            draft = LayerDraft(layer, name, op.path, inputs, variables)
-            self._add(draft)
-        draft.kinds += [description] if description else [member.kind for member in operators]
-        draft.mixes_samples |= any(self._mixes_samples(member) for member in operators)
-        for tensor in graph.results_of(operators):
-            self.views[tensor] = self._output_view(draft, tensor)
-
-    def _mixes_samples(self, op: Operator) -> bool:
-        """Return whether an operator is known to mix samples: it reduces the batch, or is a batch norm in training mode."""
-        if op.kind in REDUCTIONS and 0 in self.graph.reduced_dims(op):
-            return True
-        return bool(op.attributes.get("training")) and op.kind.startswith("normalization")
-
-    def _continues_opaque(self, op: Operator, inputs: Sequence[LayerDraft], active: Sequence[str]) -> bool:
-        """Return whether an operator is the only reader of an opaque layer of its own module."""
-        return (
-            len(inputs) == 1
-            and inputs[0].layer.kind == "opaque"
-            and inputs[0].path == op.path
-            and self._is_leaf(op.path)
-            and all(self.graph.sole_consumer(tensor) is not None for tensor in active)
+    def _add_program(self, operators: Sequence[Operator], output: str) -> None:
+        """Begin a program."""
+        op = operators[-1]
+        is_module = self._is_leaf(op.path)
+        draft = LayerDraft(
+            layer=make.opaque("", (1,), (1,), modules=(op.path,) if is_module else ()),
+            name=op.path if is_module else self._join(op.path, op.kind),
+            path=op.path,
+            kinds=[member.kind for member in operators],
+            is_program=True,
+            operators=list(operators),
+            mixes_samples=any(
+                member.kind == "normalization" and member.attributes.get("training") for member in operators
+            ),
+            reason=self.reasons.get(op.name, ""),
         )
+        self._add(draft, output, *(tensor for tensor in op.outputs if tensor != output))
+        draft.output = output
+        draft.results = [output]
 
 
-def _with_products(layer: Layer, products: int) -> dict[str, int]:
-    """Return the attributes of an opaque layer after operators with further ``products`` have joined it."""
-    total = layer.attributes.get("products", 0) + products
-    return {**layer.attributes, "products": total} if total else dict(layer.attributes)
+#: Operators between a table of positions and its parameter.
+_TABLE_OPERATORS = frozenset(
+    {"gather", "embedding", "arange", "reshape", "expand_dims", "squeeze", "slice", "narrow", "expand", "cast"}
+)
 
 
 def _fused_name(names: Sequence[str]) -> str:

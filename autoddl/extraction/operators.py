@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from autoddl.costmodel.program import Dims
+from autoddl.pipelines.runtime.randomness import stream_name
+
 __all__ = [
     "CROSS_ENTROPIES",
     "ELEMENTWISE",
@@ -37,6 +40,7 @@ __all__ = [
     "OperatorGraph",
     "flops",
     "lookup_arguments",
+    "stream_of",
 ]
 
 
@@ -99,12 +103,16 @@ class ModelTensor:
         trained: Whether the tensor is a parameter.  Otherwise it is a buffer, or a tensor that is not registered in the model.
         lower_triangular: For a buffer of square matrices: whether all elements above the diagonal are zero, or all elements on
             and below it, as in a causal mask.  None if unknown.
+        constant: Values of a tensor that the forward pass makes of numbers, a numpy array.  None for other tensors.
+        frozen: Whether it is a parameter that is not trained (``requires_grad`` is False).
     """
 
     name: str
     shape: tuple[int, ...]
     trained: bool
     lower_triangular: bool | None = None
+    constant: Any = field(default=None, compare=False)
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,9 @@ class OperatorGraph:
         leaves: Paths of the modules that contain no other module.
         modules: Modules by path, without the model itself.
         notes: Notes about the trace for the user.
+        data: All inputs of the model, also those whose first dimension is not the batch.
+        dims: Shape of every tensor as a function of the number of samples.
+        scaled: By operator name, the attributes that change with the number of samples.
     """
 
     operators: tuple[Operator, ...]
@@ -175,6 +186,9 @@ class OperatorGraph:
     leaves: frozenset[str] = frozenset()
     modules: Mapping[str, Any] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    dims: Mapping[str, Dims] = field(default_factory=dict)
+    scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def producer(self) -> Mapping[str, Operator]:
@@ -369,3 +383,9 @@ def lookup_arguments(op: Operator) -> tuple[str, str]:
     """Return the table and the index tensor of a lookup."""
     table = "weight" if op.kind == "embedding" else "in"
     return op.arguments[table][0], op.arguments["indices"][0]
+
+
+def stream_of(graph: OperatorGraph, op: Operator) -> str:
+    """Return the name of the random numbers of an operator (:mod:`autoddl.pipelines.runtime.randomness`)."""
+    alike = [other.name for other in graph.operators if (other.path, other.kind) == (op.path, op.kind)]
+    return stream_name(op.path, op.kind, alike.index(op.name))

@@ -18,6 +18,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 
 from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, lookup_arguments
+from .scales import with_scales
 
 __all__ = ["trace"]
 
@@ -46,13 +47,42 @@ def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
     """
     if not inputs or not inputs[0].shape:
         raise UserError("the example inputs should begin with a tensor whose first dimension is the batch")
+    _check_local(module)
+    batch = int(inputs[0].shape[0])
+    # A batch of one is often treated like a dimension that can be left out, so such a model is traced with two samples.
+    first = max(batch, 2)
     with _tensors_as_buffers(module):
-        return _with_constant_indices_as_inputs(_trace_operators(module, inputs))
+        graph = _trace_operators(module, _with_batch(inputs, batch, first))
+        other = _trace_operators(module, _with_batch(inputs, batch, 2 * first))
+        return _with_constant_indices_as_inputs(with_scales(graph, other))
+
+
+def _check_local(module: Any) -> None:
+    """Check that a module has local tensors.
+
+    Raises:
+        UserError: One of its tensors is global.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_global:
+            raise UserError(
+                f"{name} is a global tensor (placement and SBP): AutoDDL chooses both itself; build the model of plain oneflow.nn "
+                "layers without placement and sbp, and without to_global in forward()"
+            )
+
+
+def _with_batch(inputs: Sequence[Any], batch: int, samples: int) -> list[Any]:
+    """Return inputs with another number of samples; those whose first dimension is not the batch are returned as they are."""
+    flow: Any = load_oneflow()
+    return [
+        flow.zeros(samples, *x.shape[1:], dtype=x.dtype) if samples != batch and x.ndim and x.shape[0] == batch else x
+        for x in inputs
+    ]
 
 
 def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
     """Build the lazy graph of a module and read its operators, tensors and variables from OneFlow's job description."""
-    graph = _lazy_graph(module, inputs)
+    graph, created = _lazy_graph(module, inputs)
     forward, full = graph._forward_job_proto, graph._full_job_proto
     shapes = {name: tuple(blob.shape.dim) for name, blob in full.helper.lbn2logical_blob_desc.items()}
     # Sort the operators of the job by their type.
@@ -80,19 +110,17 @@ def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
     for i, tensor in enumerate(data):
         if shapes[tensor] and shapes[tensor][0] == batch:
             batched.append(tensor)
-        else:
+        elif tensor in shapes:
             notes.append(
                 f"example input {i} of shape {shapes[tensor]}: its first dimension is not the batch of {batch}; "
                 "it is taken as a constant"
             )
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        notes.append(f"{len(frozen)} frozen parameters ({frozen[0]}, ...) are treated as trained")
     return OperatorGraph(
         operators=tuple(operators),
         shapes=shapes,
         inputs=tuple(batched),
-        variables=_variables(module, variables, shapes),
+        data=tuple(data),
+        variables=_variables(module, variables, shapes, created),
         outputs=tuple(outputs),
         batch=batch,
         aliases=_aliases(module, variables),
@@ -162,8 +190,68 @@ def _batch_norms_as_local() -> Iterator[None]:
         nn.SyncBatchNorm.forward = forward
 
 
-def _lazy_graph(module: Any, inputs: Sequence[Any]) -> Any:
-    """Build a ``flow.nn.Graph`` that calls the module.
+@contextlib.contextmanager
+def _created_tensors() -> Iterator[list[Any]]:
+    """Return a list to which tensors that the module makes of numbers are appended while the context is active.
+
+    They are variables of the trace, whose values OneFlow's description does not contain.
+    """
+    flow: Any = load_oneflow()
+    created: list[Any] = []
+    makers = {name: getattr(flow, name) for name in ("tensor", "from_numpy", "as_tensor") if hasattr(flow, name)}
+
+    def recording(maker: Any) -> Any:
+        def make(*args: Any, **options: Any) -> Any:
+            value = maker(*args, **options)
+            created.append(value)
+            return value
+
+        return make
+
+    for name, maker in makers.items():
+        setattr(flow, name, recording(maker))
+    try:
+        yield created
+    finally:
+        for name, maker in makers.items():
+            setattr(flow, name, maker)
+
+
+@contextlib.contextmanager
+def _copied_lists(module: Any) -> Iterator[list[Any]]:
+    """Replace tensors in lists and dictionaries of modules by copies while the context is active; return the copies.
+
+    OneFlow aborts the process when a second graph uses a tensor that is neither a parameter nor a buffer.
+    """
+    flow: Any = load_oneflow()
+    copies: list[Any] = []
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, flow.Tensor):
+            copies.append(flow.from_numpy(value.numpy().copy()))
+            return copies[-1]
+        if isinstance(value, dict):
+            return {key: copied(part) for key, part in value.items()}
+        return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+    held = [
+        (part, name, value)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if not name.startswith("_")
+    ]
+    lists = [(part, name, value) for part, name, value in held if isinstance(value, (list, tuple, dict))]
+    for part, name, value in lists:
+        part.__dict__[name] = copied(value)
+    try:
+        yield copies
+    finally:
+        for part, name, value in lists:
+            part.__dict__[name] = value
+
+
+def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Build a ``flow.nn.Graph`` that calls the module; also return the tensors that the module makes of numbers.
 
     Raises:
         UserError: If the module cannot be traced.
@@ -182,15 +270,28 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> Any:
                 raise UserError("the module returns no tensor; it should return its loss or its output")
             return tuple(flow.sum(output.to(flow.float32)) for output in outputs)
 
-    with _silenced(), _batch_norms_as_local():
+    with _silenced(), _batch_norms_as_local(), _created_tensors() as created, _copied_lists(module) as copies:
+        created += copies
         graph = Traced()
         try:
             graph.build_graph(*inputs)
         except UserError:
             raise
         except Exception as error:  # whatever a user's forward raises
-            raise UserError(f"the module cannot be traced: {describe(error)}") from error
-    return graph
+            raise UserError(f"the module cannot be traced: {describe(error)}{_module_of(error, module)}") from error
+    return graph, created
+
+
+def _module_of(error: BaseException, module: Any) -> str:
+    """Return where in a module an exception was raised, as the end of a message; "" if it was in its own forward pass."""
+    paths = {id(part): path for path, part in module.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        # A lazy graph calls the forward passes of modules on objects that stand for them.
+        for candidate in (owner, getattr(owner, "__dict__", {}).get("_oneflow_internal_origin__")):
+            found = paths.get(id(candidate), found)
+    return f" in module {found!r}" if found else ""
 
 
 @contextlib.contextmanager
@@ -221,6 +322,11 @@ def describe(error: BaseException) -> str:
         text = f"{text} in {functions[-1]}"
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _FOREIGN_FILE.search(f.filename)]
+    if isinstance(error, ImportError):
+        # The file whose import failed, whoever wrote it.
+        every = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+        if every and _FOREIGN_FILE.search(every[-1].filename):
+            return f"{message} (imported in {every[-1].filename}, line {every[-1].lineno})"
     return f"{message} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else message
 
 
@@ -245,9 +351,10 @@ def _operator(conf: Any) -> Operator:
         name=conf.name,
         kind=user.op_type_name,
         path=_relative(path),
-        arguments={key: tuple(value.s) for key, value in user.input.items()},
-        results={key: tuple(value.s) for key, value in user.output.items()},
-        attributes={key: _attribute(value) for key, value in user.attr.items()},
+        # Sorted, since the order in OneFlow's description differs from run to run.
+        arguments={key: tuple(value.s) for key, value in sorted(user.input.items())},
+        results={key: tuple(value.s) for key, value in sorted(user.output.items())},
+        attributes={key: _attribute(value) for key, value in sorted(user.attr.items())},
     )
 
 
@@ -303,24 +410,36 @@ def _infer_missing_shapes(operators: Sequence[Operator], shapes: dict[str, tuple
             shapes[tensor] = tuple(np.broadcast_shapes(*(shapes[source] for source in op.inputs)))
 
 
-def _variables(module: Any, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> dict[str, ModelTensor]:
+def _variables(
+    module: Any, names: dict[str, str], shapes: dict[str, tuple[int, ...]], created: Sequence[Any]
+) -> dict[str, ModelTensor]:
     """Return the variables of the trace by tensor name.
 
     Args:
         module: The traced module.
         names: OneFlow's name of each variable, by tensor name.
         shapes: Shapes of all tensors.
+        created: Tensors that the module made of numbers.
     """
     parameters = {name for name, _ in module.named_parameters()}
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     buffers = dict(module.named_buffers())
     variables = {}
+    free = [value for value in created if not value.is_global]
     for tensor, name in names.items():
         relative = _relative(name)
+        constant = None
+        if name.rpartition("-")[0].endswith("FreeEagerTensor") and shapes.get(tensor) is not None:
+            # OneFlow numbers these tensors in the order of their use, which is mostly that of their creation.
+            constant = next((value for value in free if tuple(value.shape) == shapes[tensor]), None)
+            free = [value for value in free if value is not constant]
         variables[tensor] = ModelTensor(
             name=relative or name,
             shape=shapes[tensor],
             trained=relative in parameters,
             lower_triangular=_is_lower_triangular(buffers[relative]) if relative in buffers else None,
+            constant=None if constant is None else constant.numpy(),
+            frozen=relative in frozen,
         )
     return variables
 

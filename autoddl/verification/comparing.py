@@ -112,8 +112,11 @@ def _notes(plan: PlanFile, fitted: FittedPlan, executor: str) -> tuple[str, ...]
             f"{types.name} precision, {types.compute} with {types.master} masters, runs as {here.compute} with {here.master} "
             "masters, the types that CPU ranks have; bytes are priced for them"
         )
-    if any("dropout" in layer.epilogue for layer in fitted.scaled.graph.layers):
+    dropping = [layer for layer in fitted.scaled.graph.layers if "dropout" in layer.epilogue]
+    if any(not layer.dropouts for layer in dropping):
         notes.append("dropout is off, since it is random")
+    elif dropping:
+        notes.append("dropouts drop the elements that one device drops")
     if not fitted.schedule.is_synchronous:
         ages = delays[0] if len(set(delays)) == 1 else ", ".join(map(str, delays))
         notes.append(f"stages compute with weights that are {ages} updates old; so does one device")
@@ -222,7 +225,9 @@ def _phase_check(
         expected = group.expected
         for steps in group.executed:
             steps_of_rank = (*expected.priced, *expected.unpriced)
-            not_executed, not_expected = missing_steps(steps_of_rank, steps, expected.num_tensors)
+            not_executed, not_expected = missing_steps(
+                steps_of_rank, steps, expected.num_tensors, max(types.communication_itemsize, 4)
+            )
             missing += [str(step) for step in not_executed if str(step) not in missing]
             unexpected += [str(step) for step in not_expected if str(step) not in unexpected]
         predicted_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.priced)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, GRAPH
 from autoddl.costmodel.recomputation import block_limit, first_blocks
 from autoddl.costmodel.strategy import Strategy
@@ -106,7 +106,7 @@ def fit_plan(
     ways = {stage.recompute for stage in stages}
     recompute = ways.pop() if len(ways) == 1 else "none"
     precision = "float32" if executor == GRAPH else plan.workload.types.on_cpu().name
-    if any(layer.kind == "batch_norm" or layer.attributes.get("maximum") for layer in graph.layers):
+    if any(map(_amplifies_rounding, graph.layers)):
         # They amplify rounding errors: OneFlow's own gradients of a ResNet-50 in float32 are off by 10 % at random weights.
         precision = "float64"
     batch = size * schedule.update_period
@@ -254,6 +254,14 @@ def _smaller_numbers_of_micro_batches(num_micro_batches: int, num_workers: int) 
     if num_workers == 1:
         return (min(2, num_micro_batches),)
     return tuple(n for n in range(2 * num_workers, num_micro_batches + 1) if num_micro_batches % n == 0)
+
+
+def _amplifies_rounding(layer: Layer) -> bool:
+    """Return whether a layer is a batch norm or a max pooling, or a program with one."""
+    calls = () if layer.program is None else layer.program.calls
+    kinds = {call.kind for call in calls}
+    in_program = "normalization" in kinds or any("max_pool" in kind for kind in kinds)
+    return layer.kind == "batch_norm" or bool(layer.attributes.get("maximum")) or in_program
 
 
 def _first_schedule(workers: _RemainingWorkers, numbers_of_micro_batches: Iterable[int]) -> Schedule | None:

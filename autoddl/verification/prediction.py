@@ -58,7 +58,7 @@ __all__ = [
 #: Phases of a layer, in the order of execution.
 PHASES = ("forward", "backward", "gradient")
 Steps = tuple[Step, ...]
-#: Bytes of an element of gradient sums: CPU ranks sum gradients in single precision.
+#: Bytes of an element of gradient sums: CPU ranks sum gradients in single precision, or in double precision.
 _SUMMED_ITEMSIZE = 4
 
 
@@ -173,7 +173,7 @@ def unpriced_steps(layer: Layer, strategy: Strategy, phase: str, types: Precisio
     """
     if phase == "forward" and kind_of(layer.kind).is_loss:
         return _without_idle([Step(Collective.ALL_REDUCE, axis, types.master_itemsize) for axis in strategy.axes(0)])
-    if phase == "forward" and layer.is_loss:
+    if phase == "forward" and layer.is_loss and layer.program is None:
         return _without_idle([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), types.master_itemsize)])
     if phase == "gradient" and strategy.summa:
         biases = sum(p.num_elements for p in layer.parameters if len(p.shape) == 1)
@@ -198,12 +198,15 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samp
     return _without_idle(steps_of(redistribute(layout, gathered, shape), num_bytes))
 
 
-def missing_steps(expected: Sequence[Step], ran: Sequence[Step], num_tensors: int = 1) -> tuple[list[Step], list[Step]]:
+def missing_steps(
+    expected: Sequence[Step], ran: Sequence[Step], num_tensors: int = 1, itemsize: float = _SUMMED_ITEMSIZE
+) -> tuple[list[Step], list[Step]]:
     """Match expected steps with the steps that ran; the order of the steps does not matter.
 
     Args:
         expected, ran: The steps.
         num_tensors: Largest number of tensors that a vector of gradients consists of.
+        itemsize: Bytes of an element of such a vector.
 
     Returns:
         The expected steps that did not run, and the steps that ran but were not expected.
@@ -218,7 +221,7 @@ def missing_steps(expected: Sequence[Step], ran: Sequence[Step], num_tensors: in
     # 2. Steps that are equal up to the padding of a vector.
     unexpected, missing = list(num_unmatched.elements()), []
     for step in unmatched:
-        match = next((other for other in unexpected if _equal_up_to_padding(step, other, num_tensors)), None)
+        match = next((other for other in unexpected if _equal_up_to_padding(step, other, num_tensors, itemsize)), None)
         if match is None:
             missing.append(step)
         else:
@@ -226,12 +229,12 @@ def missing_steps(expected: Sequence[Step], ran: Sequence[Step], num_tensors: in
     return missing, unexpected
 
 
-def _equal_up_to_padding(step: Step, other: Step, num_tensors: int) -> bool:
+def _equal_up_to_padding(step: Step, other: Step, num_tensors: int, itemsize: float) -> bool:
     if (step.collective, step.axis.size, step.axis.stride) != (other.collective, other.axis.size, other.axis.stride):
         return False
     # A vector that is summed over several levels is padded to a whole number of elements per rank, and so is each of its tensors
     # if ranks divide them.
-    padding_bytes = _SUMMED_ITEMSIZE * step.axis.size * num_tensors
+    padding_bytes = itemsize * step.axis.size * num_tensors
     return (
         abs(step.nbytes - other.nbytes) <= padding_bytes
         and abs(step.sent_bytes - other.sent_bytes) <= 2 * padding_bytes

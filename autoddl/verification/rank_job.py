@@ -11,7 +11,8 @@ produced, and its gradients update the newest parameters.  The reference does th
 completely, since all micro-batches of one update use the same version; how weights are stashed, and in which order the stages
 compute, makes no difference to the values.
 
-**Randomness.**  The probability of dropout is set to 0 in the reference and in the plan.
+**Randomness.**  Random numbers of a traced model depend on the element and on the pass, so that the reference draws those of the
+ranks.  If the graph has dropouts without names, their probability is set to 0 in the reference and in the plan.
 
 **Adam.**  Epsilon is a tenth of the root mean square of all gradients instead of the usual 1e-8.  Some gradients are zero up to
 rounding (that of a key's bias, for example).  With the usual epsilon they would cause updates of full length, with the sign of the
@@ -20,6 +21,7 @@ rounding error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -37,6 +39,7 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.ranks.rank import report
 from autoddl.pipelines.runtime.ranks.wire import Meter
 from autoddl.pipelines.runtime.samples import like
+from autoddl.pipelines.runtime.seededrandom import has_named_random, seeded_random
 from autoddl.pipelines.runtime.stage.model import PlannedModel
 
 from ..zoo.modules import build_module, make_batch
@@ -67,6 +70,7 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
     module, examples = make_model(task)
     pass_samples = task.workload.micro_batch // slots_per_micro_batch(task.schedule)
     group_batch_norms(module, task.graph, task.strategies, pass_samples)
+    is_random = task.built_in is None and module.training
     versions = _ParameterVersions(module, _delays(task, module))
     values: Arrays = {f"initial/{name}": _to_array(tensor) for name, tensor in module.state_dict().items()}
     optimizer, losses = None, []
@@ -74,7 +78,10 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
         data = step_data(task, examples, step)
         # Forward and backward with delayed parameters, update of the newest parameters.
         versions.load_delayed(step)
-        loss = loss_of(module(*map(HOST.tensor, data)))
+        passes = task.workload.batch // pass_samples
+        numbers = range(step * passes + 1, (step + 1) * passes + 1)
+        with seeded_random(module, task.graph, numbers) if is_random else contextlib.nullcontext():
+            loss = loss_of(module(*map(HOST.tensor, data)))
         loss.backward()
         versions.load_newest()
         gradients = {name: _to_array(p.grad) for name, p in module.named_parameters() if p.grad is not None}
@@ -239,9 +246,10 @@ def make_model(task: VerificationTask) -> tuple[Any, tuple[np.ndarray, ...]]:
 
     flow.manual_seed(task.seed)
     module, examples = load_model(task.function, with_values=True)
-    for part in module.modules():
-        if isinstance(part, flow.nn.Dropout):
-            part.p = 0.0
+    if not has_named_random(task.graph):
+        for part in module.modules():
+            if isinstance(part, flow.nn.Dropout):
+                part.p = 0.0
     return _in_type(task, module), tuple(tensor.numpy() for tensor in examples)
 
 

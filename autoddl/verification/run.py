@@ -38,6 +38,8 @@ __all__ = ["NUM_RECOUNTS", "VerifyOptions", "verify"]
 NUM_RECOUNTS = 4
 #: Seconds that a rank waits for another one.  A stalled rank is detected within this time, and the command ends within 20 s.
 STALL_SECONDS = 10.0
+#: Parameters that the ranks of a machine copy in a second, at least.
+COPIED_PER_SECOND = 5e6
 #: Bytes of memory of a process that has imported OneFlow and done nothing else.
 RANK_BYTES = 350e6
 #: Fraction of the available memory that a verification may use.
@@ -115,7 +117,7 @@ def verify(
         task = _make_task(fitted, function, options.seed, folder=str(folder), counts_bytes=not not_counted_because)
         task = replace(task, corrects_bias=options.executor == EAGER)
         show_progress(f"starting {num_ranks} ranks")
-        with contextlib.nullcontext(pool) if pool else _start_ranks(num_ranks, task.counts_bytes, deadline) as ranks:
+        with contextlib.nullcontext(pool) if pool else _start_ranks(task, num_ranks, deadline) as ranks:
             # The single-device reference.
             show_progress("running on one device")
             reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.remaining_s)[0]
@@ -189,11 +191,13 @@ def _built_in_or_function(plan: PlanFile, model: str) -> tuple[BuiltIn | None, s
 # ---- Ranks and time --------------------------------------------------------------------------------------------------------
 
 
-def _start_ranks(num_ranks: int, private_network: bool, deadline: _Deadline) -> RankPool:
+def _start_ranks(task: VerificationTask, num_ranks: int, deadline: _Deadline) -> RankPool:
+    # Ranks first copy all parameters, each at its own pace, so that the first of them waits for the last.
+    copied = num_ranks * sum(p.num_elements for layer in task.graph.layers for p in layer.parameters)
     return RankPool(
         num_ranks,
-        private_network=private_network,
-        stall_timeout_s=STALL_SECONDS,
+        private_network=task.counts_bytes,
+        stall_timeout_s=STALL_SECONDS + copied / COPIED_PER_SECOND,
         start_timeout_s=deadline.remaining_s,
     )
 

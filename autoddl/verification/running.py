@@ -116,8 +116,21 @@ class PlanRun:
 
 
 def loss_of(output: Any) -> Any:
-    """Return the output of a model if it is a scalar, its loss; else the mean square of the output."""
-    return output if output.ndim == 0 else (output * output).mean()
+    """Return the loss of what a model returns: the first single number; without one, the mean square of all elements."""
+    tensors = list({id(tensor): tensor for tensor in _tensors_of(output) if tensor.is_floating_point()}.values())
+    scalars = [tensor for tensor in tensors if tensor.numel() == 1]
+    if scalars:
+        return scalars[0].reshape(())
+    squares = [(tensor * tensor).sum() for tensor in tensors]
+    return sum(squares[1:], squares[0]) * (1.0 / sum(tensor.numel() for tensor in tensors))
+
+
+def _tensors_of(value: Any) -> list[Any]:
+    """Return all tensors in nested tuples, lists and dictionaries, in order."""
+    if isinstance(value, flow.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors_of(part)]
 
 
 def make_optimizer(task: VerificationTask, parameters: Any, epsilon: float) -> Any:

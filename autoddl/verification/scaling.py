@@ -188,7 +188,11 @@ def scale(
             f"{graph.name} is too large to be verified here: {model.num_ranks} ranks need about {format_bytes(memory)} "
             f"({format_bytes(limits.memory_bytes)} are available) and {needed_flops(model.graph, model.workload):.2g} FLOPs "
             f"({limits.flops:.2g} are allowed); "
-            + ("plan for fewer devices" if built_in else "only built-in models can be scaled down: plan a smaller one")
+            + (
+                "plan for fewer devices"
+                if built_in
+                else "only built-in models can be scaled down; let FILE.py:FUNCTION return a smaller model, plan it and verify it"
+            )
         )
     return model.scaled(_changes(original, model))
 

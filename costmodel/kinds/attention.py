@@ -84,7 +84,7 @@ class Attention(LayerKind):
     name = "attention"
     attributes = ("heads", "kv_heads", "head_dim", "causal")
     may_be_zero = frozenset({"causal"})
-    optional_attributes = frozenset({"window", "key_rows"})
+    optional_attributes = frozenset({"window", "key_rows", "interleaved"})
     is_selected = True
     colour = "#fce5cd"
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy as np
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.program import at
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
@@ -32,6 +34,7 @@ from .backend import HOST, Backend
 from .comparing import check_same_function
 from .load import load_oneflow
 from .loss_scaling import LossScaler
+from .replay.functions import unpacked
 from .setting import Batch
 from .stage.global_weights import GlobalWeights
 from .stage.model import PlannedModel
@@ -69,6 +72,7 @@ class AppliedModule(flow.nn.Module):
         backend: Where tensors lie, and in which types the ranks compute.
 
     Attributes:
+        graph: Layer graph of the plan.
         scaler: Scale of the loss, and the number of skipped steps; None if losses are not scaled.
 
     Raises:
@@ -91,8 +95,8 @@ class AppliedModule(flow.nn.Module):
         if plan.num_ranks != stepper.num_ranks:
             raise UserError(f"the plan is for {plan.num_ranks} ranks, this job has {stepper.num_ranks}")
         model = PlannedModel(module, graph, (plan,), feeds or {})
-        self._has_loss = model.has_loss
-        self._workload = workload
+        self._has_loss, self._reads_targets = model.has_loss, graph.reads_targets
+        self._workload, self.graph = workload, graph
         self._stage = Stage(model, 0, model.weights(), stepper)
         self._weights = GlobalWeights(self._stage, values_of(module, stepper))
         # In a list: as an attribute it would become a submodule, with its parameters.
@@ -114,11 +118,23 @@ class AppliedModule(flow.nn.Module):
         """Return the mean loss of a micro-batch, or the whole output of a model without a loss; see the class."""
         if self._unchecked_module:
             self._compare(batch)
+            self._num_passes = 0
         micro_batch = self._batch(batch)
         value = self._stage.run(None, self._weights.local(self._is_summing), micro_batch)
-        if micro_batch.targets is None:
+        if not self._has_loss:
             value = whole_output(value, self._stage, micro_batch.num_samples).to(self.stepper.backend.master)
-        return scale_gradient(value, self._loss_scale)
+        value = scale_gradient(value, self._loss_scale)
+        program = self._stage.layers[-1].layer.program
+        if program is None or program.is_loss or len(program.results) == 1:
+            return value
+        # The output of a sample is all results of the model, one after the other.
+        samples, results, first = micro_batch.num_samples, [], 0
+        for result in program.results:
+            shape = at(result.shape, samples)
+            width = prod(shape) // samples
+            results.append(unpacked(value.reshape(samples, -1)[:, first : first + width], shape, result.outer))
+            first += width
+        return tuple(results)
 
     @property
     def _loss_scale(self) -> float:
@@ -216,8 +232,7 @@ class AppliedModule(flow.nn.Module):
         if flow._oneflow_internal.lazy_mode.is_enabled():
             raise UserError("an applied module runs in eager mode only, not inside nn.Graph: its collectives are eager")
         arrays = [_to_numpy(argument) for argument in batch]
-        num_inputs = len(arrays) - self._has_loss
-        if num_inputs < 1:
+        if len(arrays) <= self._reads_targets:
             raise UserError(
                 f"a forward pass takes the inputs and then the targets; it was given {len(arrays)} argument(s)"
             )
@@ -229,8 +244,7 @@ class AppliedModule(flow.nn.Module):
                     f"strategy {ready.strategy}"
                 )
         self._num_passes += 1
-        targets = arrays[-1] if self._has_loss else None
-        return self._stage.batch(arrays[:num_inputs], targets, samples, self._num_passes if self.training else None)
+        return self._stage.batch(arrays, samples, self._num_passes if self.training else None)
 
     # ---- Looking inside ----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 __all__ = ["attend", "softmax"]
 
 Tensor = Any
+DropProbabilities = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
 
 
 def attend(
@@ -35,7 +36,7 @@ def attend(
     head_dim: int,
     causal: bool,
     theta: float | None = None,
-    drop: Callable[[Tensor], Tensor] | None = None,
+    drop: DropProbabilities | None = None,
     window: int | None = None,
     is_fused: bool = False,
     slices: int = 1,
@@ -55,7 +56,7 @@ def attend(
         head_dim: Features per head.
         causal: Whether every position attends only to itself and to earlier positions.
         theta: Base of the frequencies of rotary positions; None without rotary positions.
-        drop: Dropout of the probabilities; None without dropout.
+        drop: Dropout of the probabilities, given the positions of queries and keys; None without dropout.
         window: Number of positions that a position of causal attention attends to, itself included; None for all of them.
         is_fused: Whether scores are computed block by block and not kept (:mod:`blockwise`); only without dropout. Otherwise
             all scores are computed, and the probabilities are kept.
@@ -131,7 +132,7 @@ def _attend_densely(
     causal: bool,
     window: int | None,
     ranks: Ranks,
-    drop: Callable[[Tensor], Tensor] | None,
+    drop: DropProbabilities | None,
     sharing: Alone,
     axes: Sequence[Axis],
 ) -> Tensor:
@@ -147,7 +148,9 @@ def _attend_densely(
         mask = mask_between(tuple(sharing.own), tuple(sharing.every), window, group_heads, query.device.type)
         scores = scores if mask is None else scores.masked_fill(mask, float("-inf"))
     probabilities = softmax(scores, ranks.backend.master)
-    out = flow.matmul(probabilities if drop is None else drop(probabilities), value)
+    if drop is not None:
+        probabilities = drop(probabilities, positions_of(sharing.own), positions_of(sharing.every))
+    out = flow.matmul(probabilities, value)
     out = out.reshape(samples, groups, group_heads, sequence, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(samples, sequence, groups * group_heads * head_dim)
 

@@ -1,8 +1,9 @@
 """Checks that an applied module computes the same function as the user's module.
 
 A layer graph may omit details of ``forward()``, for example that scores are divided by 3, or which half of a product is the gate.
-So both modules run one forward and one backward pass on a few samples, without dropout. Every rank has the user's module, and
-compares its part of the loss (or output) and of the gradients. The ranks only exchange whether they have found a difference.
+So both modules run one forward and one backward pass on a few samples, without dropout, or with the same random numbers. Every rank
+has the user's module, and compares its part of the loss (or output) and of the gradients. The ranks only exchange whether they have
+found a difference.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.nearest import divisors
 
 from .backend import HOST
 from .load import load_oneflow
+from .replay.operators import RANDOM
+from .seededrandom import seeded_random
 from .stage.global_weights import GlobalWeights
 
 flow: Any = load_oneflow()
@@ -51,6 +55,10 @@ def check_same_function(
         UserError: The modules differ on a rank. It is raised on every rank, and names the first difference.
     """
     stage = weights.stage
+    # A model that draws in training, as drop path does, was traced with these operators: both modules run in training mode.
+    is_training = _draws_in_training(applied.graph) and applied.training
+    if is_training and _has_batch_norms(applied.graph):
+        return  # their statistics depend on how samples are split
     # If ranks share samples in attention, its strategy fits a single number of samples.
     most = lcm(*(ready.strategy.p0 for ready in stage.layers))
     fitting = (n for n in divisors(most) if all(ready.strategy.fits(ready.layer, n) for ready in stage.layers))
@@ -62,10 +70,13 @@ def check_same_function(
     try:
         for tensor, _ in before:
             tensor.grad = None
-        module.eval()
-        applied.eval()
+        module.train(is_training)
+        applied.train(is_training)
         result = applied(*samples)
-        difference = _compare(result, _matching_output(module(*samples), result), weights, parameters, scale)
+        result = flow.cat([part.reshape(-1) for part in result]) if isinstance(result, tuple) else result
+        expected = _plain_output(module, applied.graph, samples, 1 if is_training else None)
+        matching = None if expected is None else _matching_output(expected, result)
+        difference = _compare(result, matching, weights, parameters, scale)
         is_different = HOST.tensor([float(difference is not None)])
         num_differing = stage.stepper.reduce(is_different, [Axis(stage.stepper.num_ranks, 1)]).numpy()[0]
     finally:
@@ -81,30 +92,69 @@ def check_same_function(
         )
 
 
+def _draws_in_training(graph: LayerGraph) -> bool:
+    """Return whether a traced model draws random numbers other than for dropouts, perhaps in training alone."""
+    programs = (layer.program for layer in graph.layers if layer.program is not None)
+    return any(call.kind in RANDOM - {"dropout"} for program in programs for call in program.calls)
+
+
+def _has_batch_norms(graph: LayerGraph) -> bool:
+    programs = (layer.program for layer in graph.layers if layer.program is not None)
+    in_programs = any(call.kind == "normalization" for program in programs for call in program.calls)
+    return in_programs or any(layer.kind == "batch_norm" for layer in graph.layers)
+
+
+def _plain_output(module: Any, graph: LayerGraph, samples: Sequence[Tensor], step: int | None) -> Any:
+    """Return what the user's module returns; None if OneFlow cannot run it on this rank.
+
+    Outside of the first rank, OneFlow 0.9.0 refuses recurrent modules: they mix tensors of ``cpu:0`` and of the rank's ``cpu:1``.
+    """
+    try:
+        with seeded_random(module, graph, [step]):
+            return module(*samples)
+    except RuntimeError as error:
+        if flow.env.get_rank() and "to be on the same device" in str(error):
+            return None
+        raise
+
+
 def _matching_output(returned: Any, result: Tensor) -> Tensor:
     """Return the tensor among the values that a module returned that has as many elements as ``result``."""
-    values = returned.values() if isinstance(returned, Mapping) else returned
-    values = values if isinstance(values, (tuple, list)) or isinstance(returned, Mapping) else [values]
+    values = _tensors_in(returned)
     for value in values:
-        if isinstance(value, flow.Tensor) and value.numel() == result.numel():
+        if value.numel() == result.numel():
             return value
+    floating = [value for value in values if value.is_floating_point()]
+    if sum(value.numel() for value in floating) == result.numel():
+        return flow.cat([value.reshape(-1) for value in floating])
     raise UserError(
         f"the model returns no tensor with as many elements as the output {tuple(result.shape)} of the plan's graph, "
         "so the two cannot be compared (check=False skips this comparison)"
     )
 
 
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dictionaries, in order and each once."""
+    if isinstance(value, flow.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return list({id(tensor): tensor for part in parts for tensor in _tensors_in(part)}.values())
+
+
 def _compare(
-    result: Tensor, expected: Tensor, weights: GlobalWeights, parameters: Mapping[str, Tensor], scale: float
+    result: Tensor, expected: Tensor | None, weights: GlobalWeights, parameters: Mapping[str, Tensor], scale: float
 ) -> str | None:
     """Run the backward passes; return a description of the first difference, or None if there is none."""
-    shape, backend = tuple(expected.shape), weights.stage.stepper.backend
+    shape, backend = tuple((result if expected is None else expected).shape), weights.stage.stepper.backend
     tolerances = _TOLERANCES_OF_HALVES if backend.compute in (flow.float16, flow.bfloat16) else _TOLERANCES
     # The backward pass of an output starts from a random linear combination of its elements.
     factors = np.random.default_rng(0).standard_normal(shape) if shape else None
     for value in (result.reshape(*shape) if shape else result, expected):
+        if value is None:
+            return None
         here = None if factors is None else flow.tensor(factors, dtype=value.dtype, device=value.device)
         (value if here is None else (value * here).sum()).backward()
+    assert expected is not None
     actual_value, expected_value = result.detach().numpy().reshape(shape), expected.detach().numpy()
     name = "output" if shape else "loss"
     difference = float(np.abs(actual_value - expected_value).max()) / max(float(np.abs(expected_value).max()), 1e-30)

@@ -10,11 +10,22 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from autoddl.costmodel.errors import UserError
 
 from .backend import place_buffers
 
-__all__ = ["OwnModule", "check_table", "convolution_options", "eps_of", "find_module", "own_module", "rotary_base_of"]
+__all__ = [
+    "OwnModule",
+    "buffer_of",
+    "check_table",
+    "convolution_options",
+    "eps_of",
+    "find_module",
+    "own_module",
+    "rotary_base_of",
+]
 
 Tensor = Any
 
@@ -53,6 +64,18 @@ def eps_of(model: Any, path: str) -> float:
     raise UserError(
         f"{type(module).__name__} has no attribute eps, variance_epsilon or epsilon; a norm should have one"
     )
+
+
+def buffer_of(model: Any, path: str, name: str) -> np.ndarray:
+    """Return the values of a buffer, or of a tensor that is a plain attribute of the module at a path.
+
+    Raises:
+        UserError: The module has no such tensor.
+    """
+    value = getattr(module_at(model, path), name, None)
+    if value is None or not hasattr(value, "numpy"):
+        raise UserError(f"the model has no tensor {path + '.' if path else ''}{name}; it was made for another model")
+    return np.array(value.detach().numpy())
 
 
 def rotary_base_of(model: Any, path: str) -> float | None:

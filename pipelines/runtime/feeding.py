@@ -14,7 +14,7 @@ __all__ = ["feeds_of", "inputs_of"]
 
 
 def feeds_of(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Map each input layer to the index of its model input: `given`, else the default.
+    """Map each input layer without a program to the index of its model input: `given`, else the default.
 
     The default of the first input layer is input 0. Further embeddings (of token types) read zeros by default, which is None.
 
@@ -36,6 +36,8 @@ def feeds_of(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, in
             raise UserError(f"layer {name!r} reads no input of the model; the layers that do are {names}")
     feeds: dict[str, int | None] = {}
     for number, layer in enumerate(readers):
+        if layer.program is not None and layer.name not in given:
+            continue  # its program says what it reads
         feeds[layer.name] = given.get(layer.name, 0 if number == 0 else None)
         if number and layer.name not in given and not kind_of(layer.kind).is_lookup:
             raise UserError(

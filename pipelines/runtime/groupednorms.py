@@ -35,22 +35,30 @@ def group_batch_norms(module: Any, graph: LayerGraph, strategies: Mapping[str, S
         pass_samples: Samples of a forward pass of all ranks.
     """
     for layer in graph.layers:
+        strategy = strategies[layer.name]
         if layer.kind == "batch_norm":
             own = module_at(module, layer.modules[0])
-            strategy = strategies[layer.name]
             num_parts, across = (1, 1) if layer.attributes["synchronised"] else (strategy.p0, strategy.tiles[1])
             own.forward = functools.partial(_forward, own, num_parts, across, pass_samples)
+        calls = () if layer.program is None else layer.program.calls
+        for path in {call.path for call in calls if call.kind == "normalization"}:
+            own = module_at(module, path)
+            own.forward = functools.partial(_forward, own, strategy.p0, 1, pass_samples)
 
 
 def _forward(norm: Any, num_parts: int, across: int, pass_samples: int, x: Tensor) -> Tensor:
     if not norm.training:
         return flow.nn.BatchNorm2d.forward(norm, x)
     passes = [x[first : first + pass_samples] for first in range(0, x.shape[0], pass_samples)]
-    return flow.cat([_pass(norm, num_parts, across, samples) for samples in passes], dim=0)
+    return _joined([_pass(norm, num_parts, across, samples) for samples in passes], 0)
 
 
 def _chunks(x: Tensor, count: int, dim: int) -> list[Tensor]:
     return list(flow.chunk(x, count, dim=dim)) if count > 1 else [x]
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else flow.cat(parts, dim=dim)
 
 
 def _pass(norm: Any, num_parts: int, across: int, x: Tensor) -> Tensor:
@@ -73,8 +81,8 @@ def _pass(norm: Any, num_parts: int, across: int, x: Tensor) -> Tensor:
     for samples in flow.chunk(x, num_groups, dim=0):
         strips = []
         for strip in _chunks(samples, sharing // across, 2):
-            strips.append(flow.cat([normalised(tile) for tile in _chunks(strip, across, 3)], dim=3))
-        result.append(flow.cat(strips, dim=2))
+            strips.append(_joined([normalised(tile) for tile in _chunks(strip, across, 3)], 3))
+        result.append(_joined(strips, 2))
     for value, values in zip(running, moved):
         value.copy_(sum(values[1:], values[0]) * (1.0 / len(values)))
     if norm.num_batches_tracked is not None:

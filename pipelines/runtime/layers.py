@@ -8,9 +8,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Optional
+
+import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.strategy import Strategy
 
 from . import facts
 from .attending import attend
@@ -37,15 +42,18 @@ from .operations import (
     summa_product,
     tanh_gelu,
 )
+from .replay import functions as replayed
+from .replay.statements import feed_calls
 from .routing import collect, dispatch, expert_products, gate_tokens, route
 from .runningstats import RunningStatistics, running_statistics
 from .setting import Batch, LayerSetting
 from .shards import gather_weights, lean_product
-from .statements import Call, Fact, Name, Statement
+from .statements import Call, Fact, Name, Size, Statement
+from .stepping import Stepper
 
 flow = load_oneflow()
 
-__all__ = ["Body", "build_body"]
+__all__ = ["Body", "Feed", "build_body", "build_feed"]
 
 Tensor = Any
 Weights = Sequence[Tensor]
@@ -56,6 +64,7 @@ Variables = dict[str, Any]
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda *terms: functools.reduce(operator.add, terms),
     "multiply": operator.mul,
+    **{name: getattr(replayed, name) for name in replayed.__all__},
     **{
         function.__name__: function
         for function in (
@@ -122,7 +131,9 @@ def build_body(setting: LayerSetting) -> Body:
             "ranks": setting.stepper,
             "data": batch.inputs.get(layer.name),
             "targets": batch.targets,
+            **{f"argument_{i}": array for i, array in enumerate(batch.arguments)},
             "num_samples": batch.num_samples,
+            "own_samples_count": max(batch.num_samples // setting.strategy.p0, 1),
             "step": batch.step,
             "training": batch.step is not None,
             **{f"input_{i}" if i else "x": x for i, x in enumerate(inputs)},
@@ -137,6 +148,38 @@ def build_body(setting: LayerSetting) -> Body:
 
     needs_targets = any("targets" in _names_in(statement) for statement in program.statements)
     return body
+
+
+Feed = Callable[[Sequence[np.ndarray], int, Optional[int]], np.ndarray]
+
+
+def build_feed(layer: Layer, stepper: Stepper, module: Any) -> Feed:
+    """Return the function that computes the data of a layer from the arguments of the model, a number of samples and the pass.
+
+    Args:
+        layer: A layer with a program of its data.
+        stepper: The ranks.
+        module: The user's model.
+    """
+    assert layer.program is not None
+    calls = feed_calls(layer.program)
+    layer = replace(layer, parameters=())
+    graph = LayerGraph(layer.name, "row", (layer,), ())
+    setting = LayerSetting(graph, layer, Strategy(((1, 1, 1),)), stepper, module, False, "dense")
+    compiled = [_compile_call(call, setting) for call in calls]
+
+    def feed(arguments: Sequence[np.ndarray], num_samples: int, step: int | None) -> np.ndarray:
+        variables: Variables = {
+            **{f"argument_{i}": array for i, array in enumerate(arguments)},
+            **{"num_samples": num_samples, "ranks": stepper, "step": step, "training": step is not None},
+        }
+        with flow.no_grad():
+            for execute in compiled:
+                execute(variables)
+        data: np.ndarray = variables["data"]
+        return data
+
+    return feed
 
 
 def _compile(statement: Statement, setting: LayerSetting) -> Callable[[Variables], None]:
@@ -180,7 +223,7 @@ def _compile_call(call: Call, setting: LayerSetting) -> Callable[[Variables], No
 def _function(name: str, setting: LayerSetting) -> Callable[..., Any]:
     """Return the function that a statement names."""
     owner, _, attribute = name.rpartition(".")
-    owners = {"ranks": setting.stepper, "flow": flow, "functional": flow.nn.functional}
+    owners = {"ranks": setting.stepper, "flow": flow, "functional": flow.nn.functional, "flow._C": flow._C}
     if owner:
         return getattr(owners[owner], attribute)  # type: ignore[no-any-return]
     return _FUNCTIONS.get(name) or registered_functions()[name]
@@ -205,6 +248,8 @@ def _substitute(value: Any, variables: Variables) -> Any:
     """Replace names by the values of their variables, also inside lists."""
     if isinstance(value, Name):
         return variables[value.text]
+    if isinstance(value, Size):
+        return value.number.of(variables[value.samples.text])
     return [_substitute(part, variables) for part in value] if isinstance(value, list) else value
 
 
@@ -212,6 +257,8 @@ def _names_in(value: Any) -> set[str]:
     """Return the variables that a statement reads or assigns."""
     if isinstance(value, Name):
         return {value.text}
+    if isinstance(value, Size):
+        return {value.samples.text}
     if isinstance(value, Call):
         return _names_in([*value.arguments, *value.options.values()]) | set(value.result)
     parts = value if isinstance(value, list) else list(getattr(value, "body", ()))

@@ -27,12 +27,14 @@ class Batch:
         targets: Targets of the loss; None if the model has no loss.
         num_samples: Number of samples of all ranks.
         step: Number of the training pass, which seeds the dropouts; None in evaluation.
+        arguments: All arguments of the model, in order: inputs and targets.
     """
 
     inputs: Mapping[str, np.ndarray]
     targets: np.ndarray | None
     num_samples: int
     step: int | None
+    arguments: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import LOSSES
+from autoddl.costmodel.program import Scaled
 from autoddl.costmodel.strategy import Strategy, shard_axes
 
 from .comm.layouts import Layout, layout_of
@@ -37,6 +38,7 @@ __all__ = [
     "LayerProgram",
     "Name",
     "Repeated",
+    "Size",
     "Statement",
     "X",
     "along",
@@ -77,7 +79,9 @@ class Name:
     - ``x``, ``input_1``, ...: the inputs of the layer.
     - ``data``: the array of the model's input that a layer without producers reads, with the samples of all ranks.
     - ``targets``: the array of targets, with the samples of all ranks.
+    - ``argument_0``, ``argument_1``, ...: the arrays of all arguments of the model, with the samples of all ranks.
     - ``num_samples``: the number of samples of all ranks.
+    - ``own_samples_count``: the number of samples of this rank.
     - ``step``: the number of the training pass; None in evaluation.
     - ``training``: whether the pass is a training pass.
     - ``ranks``: the `Ranks`.
@@ -87,6 +91,19 @@ class Name:
     """
 
     text: str
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number that grows with the samples of a pass.
+
+    Attributes:
+        number: The number as a function of the number of samples.
+        samples: The variable with the number of samples.
+    """
+
+    number: Scaled
+    samples: Name
 
 
 @dataclass(frozen=True)
@@ -257,8 +274,10 @@ def epilogue(context: LayerContext) -> list[Call]:
             calls.append(Call("multiply", (X, Name("factor"))))
         elif operation == "dropout":
             number = next(numbers)
-            dropout = context.fact(f"dropout_{number}", "dropout_of", layer.name, number)
-            calls.append(Call("apply_dropout", (X, dropout, Name("step"), RANKS)))
+            stream = layer.dropouts[number : number + 1]
+            dropout = context.fact(f"dropout_{number}", "dropout_of", layer.name, number, *stream)
+            arguments = (X, dropout, Name("step"), RANKS, context.layout, Name("num_samples"), layer.output_shape)
+            calls.append(Call("apply_dropout", arguments, context.order))
         elif function := epilogue_function(layer, operation):
             calls.append(Call(function, (X,)))
     return calls

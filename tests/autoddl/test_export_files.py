@@ -218,7 +218,9 @@ def test_what_cannot_be_written_for_oneflow_is_named(plan_of, pipeline_plan):
         export(other, "oneflow")
     fc = next(layer for layer in plan.graph.layers if layer.role == "mlp.c_fc")
     dropping = [replace(layer, epilogue=("gelu", "dropout")) if layer is fc else layer for layer in plan.graph.layers]
-    with pytest.raises(UserError, match=r"h.0.mlp.c_fc .*it has dropout, which form='oneflow' cannot write"):
+    with pytest.raises(
+        UserError, match=r"h.0.mlp.c_fc .*it has dropout, which form='oneflow' writes for traced models"
+    ):
         with_dropout = replace(plan.graph, layers=tuple(dropping))
         export(unpipelined_plan(with_dropout, plan.cluster, plan.workload, plan.strategies), "oneflow", model="a.py:f")
     perceptron = load_plan(plan_of("mlp"))
@@ -241,3 +243,10 @@ def test_pipelines_are_not_written_for_a_graph(pipeline_plan):
         UserError, match=r"a pipeline of \d stages, which the graph executor does not run: nn.Graph chooses"
     ):
         export(pipeline_plan, "oneflow-graph")
+
+
+def test_layers_called_like_variables_have_names():
+    from autoddl.export.source import Names
+
+    names = Names()
+    assert names.of("input") == "input_layer" and names.of("input.") == "input_layer_2"

@@ -9,6 +9,7 @@ import pytest
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.program import Scaled
 from autoddl.extraction.blocks import mark_blocks
 from autoddl.extraction.gather import gather
 from autoddl.extraction.norms import find_norms
@@ -44,7 +45,14 @@ class Tape:
         return name
 
     def graph(self, *outputs: str, leaves: Sequence[str] = ()) -> OperatorGraph:
+        # The first dimension of everything but parameters is the batch.
+        dims = {
+            name: shape if name in self.variables else (Scaled(shape[0] // BATCH), *shape[1:])
+            for name, shape in self.shapes.items()
+        }
         return OperatorGraph(
+            data=self.inputs,
+            dims=dims,
             operators=tuple(self.operators),
             shapes=self.shapes,
             inputs=self.inputs,
@@ -59,7 +67,8 @@ class Tape:
 
 def test_bias_and_activation_belong_to_the_product():
     tape = Tape(x=(BATCH, 3, 8))
-    h = tape.op("broadcast_matmul", (BATCH, 3, 4), "fc", a="x", b=tape.parameter("fc.weight", (4, 8)))
+    weight = tape.parameter("fc.weight", (4, 8))
+    h = tape.op("broadcast_matmul", (BATCH, 3, 4), "fc", a="x", b=weight, attributes={"transpose_b": True})
     h = tape.op("broadcast_add", (BATCH, 3, 4), "fc", x=h, y=tape.parameter("fc.bias", (4,)))
     h = tape.op("gelu", (BATCH, 3, 4), x=h)
     graph = gather(tape.graph(h, leaves=["fc"]), "model")
@@ -70,9 +79,12 @@ def test_bias_and_activation_belong_to_the_product():
 def test_operators_on_data_alone_are_no_layers():
     tape = Tape(x=(BATCH, 8))
     scaled = tape.op("scalar_mul", (BATCH, 8), x="x")
-    h = tape.op("matmul", (BATCH, 4), "fc", a=scaled, b=tape.parameter("fc.weight", (4, 8)))
+    weight = tape.parameter("fc.weight", (4, 8))
+    h = tape.op("matmul", (BATCH, 4), "fc", a=scaled, b=weight, attributes={"transpose_b": True})
     graph = gather(tape.graph(h, leaves=["fc"]), "model")
-    assert graph.layers == (linear("fc", 1, 8, 4, bias=False),) and graph.sample == "row"
+    (layer,) = graph.layers
+    assert replace(layer, program=None) == linear("fc", 1, 8, 4, bias=False) and graph.sample == "row"
+    assert [call.kind for call in layer.program.calls] == ["scalar_mul"]  # what it reads
 
 
 def test_nothing_to_plan_is_refused():
@@ -83,28 +95,37 @@ def test_nothing_to_plan_is_refused():
 
 def test_unknown_operators_of_one_module_are_one_opaque_layer():
     tape = Tape(x=(BATCH, 8))
-    h = tape.op("matmul", (BATCH, 8), "fc", a="x", b=tape.parameter("fc.weight", (8, 8)))
-    h = tape.op("fft", (BATCH, 5), "odd", x=h)
-    h = tape.op("median", (BATCH, 5), "odd", x=h, p=tape.parameter("odd.p", (5,)))
+    weight = tape.parameter("fc.weight", (8, 8))
+    h = tape.op("matmul", (BATCH, 8), "fc", a="x", b=weight, attributes={"transpose_b": True})
+    h = tape.op("narrow", (BATCH, 5), "odd", x=h, attributes={"dim": 1, "start": 0, "length": 5})
+    h = tape.op("roll", (BATCH, 5), "odd", x=h, attributes={"dims": (1,), "shifts": (1,)})
+    h = tape.op("broadcast_mul", (BATCH, 5), "odd", x=h, y=tape.parameter("odd.p", (5,)))
     graph = gather(tape.graph(h, leaves=["fc", "odd"]), "model")
     assert [(layer.name, layer.kind) for layer in graph.layers] == [("fc", "linear"), ("odd", "opaque")]
     odd = graph["odd"]
     assert odd.input_shape == (1, 8) and odd.output_shape == (1, 5) and odd.kept_elements == 5
     assert [p.name for p in odd.parameters] == ["odd.p"]
-    assert graph.notes == ("fft+median (odd): can be split along the batch only",)
+    assert graph.notes == ("narrow+roll+broadcast_mul (odd): can be split along the batch only",)
+
+
+def test_operators_that_ranks_cannot_run_are_named():
+    tape = Tape(x=(BATCH, 8))
+    h = tape.op("broadcast_mul", (BATCH, 8), "a.b", x="x", y=tape.parameter("a.p", (8,)))
+    h = tape.op("fft", (BATCH, 8), "a.b", x=h)
+    with pytest.raises(UserError, match=r"operator fft of module 'a.b': ranks cannot run this operator; compute it"):
+        gather(tape.graph(h, leaves=["a.b"]), "model")
 
 
 def test_products_of_an_opaque_layer_are_counted():
     """Two products in one module, (1 x 8)(8 x 6) and (1 x 6)(6 x 5) per sample: 96 and 60 FLOPs in 2 kernels."""
     tape = Tape(x=(BATCH, 8))
-    h = tape.op(
-        "cumsum", (BATCH, 8), "odd", x=tape.op("scalar_mul", (BATCH, 8), x="x"), p=tape.parameter("odd.p", (8,))
-    )
+    h = "x"
     for number, (before, after) in enumerate([(8, 6), (6, 5)]):
-        weight = tape.parameter(f"odd.w{number}", (BATCH, before, after))
-        h = tape.op("batch_matmul", (BATCH, after), "odd", a=h, b=weight)
+        h = tape.op("matmul", (BATCH, after), "odd", a=h, b=tape.parameter(f"odd.w{number}", (before, after)))
     (odd,) = gather(tape.graph(h, leaves=["odd"]), "model").layers
-    assert odd.kind == "opaque" and odd.flops == 96 + 60 and odd.attributes == {"products": 2}
+    assert odd.kind == "opaque" and odd.flops == 96 + 60 and odd.attributes["products"] == 2
+    traffic = (8 + 8 * 6 / BATCH + 6) + (6 + 6 * 5 / BATCH + 5)  # both read their weights, for all samples at once
+    assert odd.attributes["traffic"] == traffic and odd.attributes["launches"] == 2
 
 
 #: Kind of an operator, the shapes of its arguments and results, its attributes, and its FLOPs on the whole batch of 2.
@@ -205,8 +226,9 @@ def test_norms_in_any_form(product, centred, statistics):
     (region,) = find_norms(tape.graph(end))
     assert region.statistics == statistics and region.source == "fc-broadcast_matmul-0"
     assert region.learned == ("scale.weight/out",)
+    # No module says what is added to the variance, so that ranks run its operators.
     graph = gather(tape.graph(end, leaves=["fc"]), "model")
-    assert [layer.kind for layer in graph.layers] == ["linear", "norm"] and graph["norm"].epilogue == ("gelu",)
+    assert {layer.kind for layer in graph.layers} == {"opaque"}
 
 
 def test_no_norm_where_the_statistic_is_used_elsewhere():
@@ -214,7 +236,7 @@ def test_no_norm_where_the_statistic_is_used_elsewhere():
     size = next(op.output for op in tape.operators if op.kind == "rsqrt")
     graph = tape.graph(end, tape.op("exp", (BATCH, 3, 1), x=size))
     assert find_norms(graph) == []
-    assert {"reduce_mean", "broadcast_mul"} & {layer.name for layer in gather(graph, "model").layers}
+    assert gather(graph, "model").layers[-1].output_shape == (1, 3 * 8 + 3)  # both outputs, one after the other
 
 
 def layers_of(*children: str, width: int = 4) -> list[Layer]:

@@ -97,7 +97,7 @@ class Einsum(Projections):
     def forward(self, x):
         h = self.e(x)
         q, k, v = (p(h).view(*h.shape[:2], HEADS, WIDTH // HEADS) for p in (self.q, self.k, self.v))
-        scores = F.softmax(flow.einsum("bqhd,bkhd->bhqk", q, k) / 3, -1)
+        scores = F.softmax(flow.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(WIDTH // HEADS), -1)
         return self.o(flow.einsum("bhqk,bkhd->bqhd", scores, v).reshape(*h.shape))
 
 
@@ -108,7 +108,9 @@ def einsum():
 class OneHead(Projections):
     def forward(self, x):
         h = self.e(x)
-        return self.o(flow.bmm(F.softmax(flow.bmm(self.q(h), self.k(h).transpose(1, 2)), -1), self.v(h)))
+        return self.o(
+            flow.bmm(F.softmax(flow.bmm(self.q(h), self.k(h).transpose(1, 2)) / math.sqrt(WIDTH), -1), self.v(h))
+        )
 
 
 def one_head():

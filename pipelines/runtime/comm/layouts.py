@@ -684,7 +684,8 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
     elif grouped and len(graph.inputs(grouped[0][0].name)) == 1:
         if len(readers) > 1:
             raise UserError(f"{layer.describe()}: {grouped[0][0].kind} and {len(readers) - 1} other layers read it")
-        num_groups, sections = grouped[0][1]
+        if not grouped[0][0].attributes.get("interleaved"):  # otherwise the weight has the order of groups
+            num_groups, sections = grouped[0][1]
     if sum(sections) != out_features or (len(widths) > 1 and num_groups > 1 and widths != sections):
         raise UserError(f"{layer.describe()}: its modules are {widths} wide, should be {sections}")
     return ProductOrder(widths, num_groups, sections)

@@ -355,6 +355,12 @@ def _opaque(context: _Context) -> GlobalLayer:
         raise UserError(
             f"{layer.describe()}: the graph executor runs modules of the user only if they have no parameters"
         )
+    if layer.program is not None and (
+        len(layer.modules) != 1 or layer.program.reads_data or any(layer.program.crossings)
+    ):
+        raise UserError(
+            f"{layer.describe()}: the graph executor does not replay operators of traced models; use the eager executor"
+        )
     if len(layer.modules) > 1 or len(context.producers) > 1:
         raise UserError(f"{layer.describe()}: the graph executor runs single modules with one input only")
     module = context.read(context.fact("module", "own_module", [], context.strategy.p0))

@@ -123,6 +123,12 @@ class GlobalModel(nn.Module):
     def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy], module: Any, backend: Backend):
         super().__init__()
         check_dropouts(module, graph)
+        for layer in graph.layers:
+            if layer.program is not None and not kind_of(layer.kind).is_opaque:
+                raise UserError(
+                    f"{layer.describe()}: what it reads is computed from the inputs of the model, which the graph executor "
+                    "does not do; use the eager executor"
+                )
         self.graph = graph
         self.meshes = check_graph_plan(graph, strategies)
         made = {mesh: _mesh(mesh, backend) for mesh in dict.fromkeys(self.meshes.values())}

@@ -53,8 +53,9 @@ def program(context: LayerContext) -> LayerProgram:
         **({"window": attributes["window"]} if "window" in attributes else {}),
     }
     if kind_of(layer.kind).drops_elements(layer):
-        dropout = context.fact("dropout", "dropout_of", layer.name, -1)
-        statements.append(Call("bind_dropout", (dropout, Name("step"), RANKS), result=("drop",)))
+        dropout = context.fact("dropout", "dropout_of", layer.name, -1, *layer.dropouts[-1:])
+        arguments = (dropout, Name("step"), RANKS, context.layout, Name("num_samples"), layer.rows, attributes["heads"])
+        statements.append(Call("bind_dropout", arguments, result=("drop",)))
         options["drop"] = Name("drop")
     elif context.attention == "fused":
         options["is_fused"] = True

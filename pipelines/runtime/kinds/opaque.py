@@ -1,20 +1,39 @@
-"""Opaque modules of the user on a rank: whole samples."""
+"""Opaque layers on a rank, on whole samples: the operators of a traced program, or a module of the user."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
+
 from autoddl.costmodel.errors import UserError
 
+from ..replay.statements import program_calls, weight_name
 from ..statements import Call, LayerContext, LayerProgram, Name, epilogue
 
 __all__ = ["program"]
 
 
 def program(context: LayerContext) -> LayerProgram:
-    """Return the program of a module of the user.
+    """Return the program of a traced program or a module of the user.
 
     Raises:
-        UserError: The layer stands for several modules, or it has parameters of another module.
+        UserError: The layer has no program, and stands for several modules, or it has parameters of another module.
     """
+    return _traced(context) if context.layer.program is not None else _module(context)
+
+
+def _traced(context: LayerContext) -> LayerProgram:
+    layer = context.layer
+    assert layer.program is not None
+    weights = tuple(weight_name(i) for i in range(len(layer.parameters)))
+    inputs = ("x", *(f"input_{i}" for i in range(1, len(context.producers)))) if context.producers else ()
+    body = program_calls(context, layer.program, prod(layer.output_shape[:-1]) if len(layer.output_shape) <= 2 else 1)
+    body[-1] = replace(body[-1], computes=True)
+    statements = context.recomputable((*inputs, *weights), [*body, *epilogue(context)])
+    return LayerProgram(weights, tuple(statements))
+
+
+def _module(context: LayerContext) -> LayerProgram:
     layer, graph = context.layer, context.graph
     if len(layer.modules) > 1:
         raise UserError(

@@ -116,7 +116,7 @@ class PlannedStages(SlotStages):
         weights = self._with_frozen(run.task.stage, weights)
 
         def evaluate(x: Tensor | None, slot: int) -> Tensor:
-            y = stage.run(x, weights, self._batch(stage, slot, is_last))
+            y = stage.run(x, weights, self._batch(stage, slot))
             if not is_last:
                 y = self._as_sent(y, run.task.stage)
             if is_last and self._loss_of is not None:
@@ -135,13 +135,11 @@ class PlannedStages(SlotStages):
             return rows_of(y, layer, stage.strategies[layer.name])
         return y.reshape(-1, self.boundaries[number].row_shape[0], y.shape[2])
 
-    def _batch(self, stage: Stage, slot: int, is_last: bool) -> Batch:
+    def _batch(self, stage: Stage, slot: int) -> Batch:
         """Return the data of a slot that the stage reads."""
-        reads_targets = is_last and self._model.has_loss
-        arrays = self.data.arrays(slot) if stage.feeds or reads_targets else []
-        inputs = arrays[: len(arrays) - self._model.has_loss]
+        arrays = self.data.arrays(slot) if stage.reads_arguments else []
         step = self.data.global_number(slot) + 1 if self._model.module.training else None
-        return stage.batch(inputs, arrays[-1] if reads_targets else None, self._slot_rows, step)
+        return stage.batch(arrays, self._slot_rows, step)
 
     def _with_frozen(self, stage: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return all weights of a stage in their stored order, given the trained ones."""
@@ -197,7 +195,7 @@ class PlannedStages(SlotStages):
             shape = (len(block.rows), *self.boundaries[number - 1].row_shape[:-1], len(block.columns))
             x = self._backend.activation(np.random.default_rng(self._rank).standard_normal(shape, dtype=np.float32))
         tracer = StageTracer(stage, self._with_frozen(number, weights), measure)
-        tracer.run(x, self._batch(stage, 0, number == len(self._model.stages) - 1))
+        tracer.run(x, self._batch(stage, 0))
         if len(self._model.stages) == 1:
             tracer.sum_gradients()
         return tracer.sections

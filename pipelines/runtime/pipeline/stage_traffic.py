@@ -230,8 +230,8 @@ def gradient_sums(
         strategy = plan.strategies[layer.name]
         for parameter in layer.parameters:
             sharing = holders.pop(_owner(graph, layer, parameter), None)
-            if sharing is None:
-                continue  # an earlier layer of the stage shares the parameter, which is stored once
+            if sharing is None or parameter.frozen:
+                continue  # it has no gradient, or an earlier layer of the stage shares the parameter, which is stored once
             axes = strategy.copy_axes(kind_of(layer.kind).is_lookup)
             parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2 * strategy.expert_parts
             if strategy.summa and len(parameter.shape) > 1:

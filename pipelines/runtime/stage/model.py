@@ -48,7 +48,7 @@ class PlannedModel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the graph ends in a loss, which reads targets."""
+        """Whether the graph ends in a loss."""
         return self.graph.has_loss
 
     @cached_property

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from ..comm.moves import move_calls
 from ..comm.moving import run_moves
 from ..feeding import feeds_of, inputs_of
 from ..images import images_of, images_of_tiles, pixel_rows, tile_rows
-from ..layers import Body, build_body
+from ..layers import Body, build_body, build_feed
+from ..load import load_oneflow
 from ..operations import checkpoint
 from ..runningstats import RunningStatistics
 from ..setting import Batch, LayerSetting
@@ -37,6 +39,8 @@ from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
 from .plan import check_input_shape, is_mirrored, local_shape, moved_tensor, source_layer, stored_rows, strategies_of
+
+flow: Any = load_oneflow()
 
 __all__ = ["ReadyLayer", "Stage", "rows_of", "samples_of"]
 
@@ -120,6 +124,12 @@ class Stage:
         self.statistics: dict[str, tuple[RunningStatistics, Layout]] = {}
         self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
         self.layers = tuple(self._ready(layer) for layer in plan.layers(graph))
+        #: What computes the data of layers from the arguments of the model.
+        self._programs = {
+            ready.name: build_feed(ready.layer, stepper, model.module)
+            for ready in self.layers
+            if ready.layer.program is not None and not kind_of(ready.layer.kind).is_opaque
+        }
         self._sections = self._divided()
         # The mesh axes that divide the gradients of each layer's held weights.
         self._held_axes = {weight.layer: weight.layout.inner for weight in self.weights.stored.values()}
@@ -165,18 +175,37 @@ class Stage:
 
     # ---- Running -----------------------------------------------------------------------------------------------------
 
-    def batch(
-        self, inputs: Sequence[np.ndarray], targets: np.ndarray | None, num_samples: int, step: int | None
-    ) -> Batch:
+    @property
+    def reads_arguments(self) -> bool:
+        """Whether a layer of the stage reads an argument of the model."""
+        programs = (ready.layer.program for ready in self.layers)
+        return bool(self.feeds) or self._reads_targets or any(p is not None and p.reads_data for p in programs)
+
+    @property
+    def _reads_targets(self) -> bool:
+        graph = self._model.graph
+        return graph.reads_targets and graph.layers[-1].name == self.layers[-1].name
+
+    def batch(self, arguments: Sequence[np.ndarray], num_samples: int, step: int | None) -> Batch:
         """Return the part of a micro-batch that the layers of the stage read, as a `Batch`.
 
         Args:
-            inputs: Inputs of the model; may be empty if no layer of the stage reads them.
-            targets: Targets of the loss; None in stages without a loss.
+            arguments: All arguments of the model: inputs and targets. May be empty if no layer of the stage reads them.
             num_samples: Samples of the micro-batch, over all ranks.
             step: Number of the training pass, by which dropout draws its masks; None outside of training.
         """
-        return Batch(inputs_of(self._model.graph, self.feeds, inputs), targets, num_samples, step)
+        graph = self._model.graph
+        inputs = arguments[:-1] if graph.reads_targets else arguments
+        targets = arguments[-1] if self._reads_targets and arguments else None
+        read = inputs_of(graph, self.feeds, inputs)
+        for name, array in read.items():
+            check_samples(graph[name], array, "input", num_samples, graph[name].input_shape)
+        if targets is not None and graph.layers[-1].program is None:
+            last = graph.layers[-1]
+            rows = last.input_shape[:-1] if kind_of(last.kind).is_loss else last.output_shape
+            check_samples(last, targets, "targets", num_samples, rows)
+        read.update((name, feed(arguments, num_samples, step)) for name, feed in self._programs.items())
+        return Batch(read, targets, num_samples, step, tuple(arguments))
 
     def run(self, x: Tensor | None, weights: Sequence[Tensor], batch: Batch) -> Tensor:
         """Run the stage forward and return the last layer's value: the loss, or this rank's part of the output.
@@ -255,7 +284,11 @@ class Stage:
         if len(arrived) == 1:
             shape = local_shape(stored_rows(ready.layer.input_shape), ready.strategy, batch.num_samples)
             arrived[0] = arrived[0] if tuple(arrived[0].shape[:2]) == shape else arrived[0].reshape(*shape, -1)
-        return ready.body(arrived, [weights[position] for position in ready.weight_positions], batch)
+        y = ready.body(arrived, [weights[position] for position in ready.weight_positions], batch)
+        if flow.is_grad_enabled() and not y.requires_grad and y.is_floating_point():
+            # All parameters so far are frozen. The backward pass of what follows is priced, and run, as if they were not.
+            y.requires_grad_(True)
+        return y
 
     def _redistributed(self, x: Tensor, producer: str, reader: ReadyLayer, samples: int) -> Tensor:
         """Redistribute a producer's output for a reader."""
@@ -272,6 +305,19 @@ class Stage:
         if not has_rows:
             return x
         return samples_of(x, layer, local_shape(stored_rows(layer.output_shape), reader.strategy, samples), has_tiles)
+
+
+def check_samples(layer: Layer, array: np.ndarray, what: str, samples: int, shape: Sequence[int]) -> None:
+    """Check that an array has as many elements as a layer reads.
+
+    Raises:
+        UserError: It has another number.
+    """
+    if array.size != samples * prod(shape):
+        each = " x ".join(map(str, shape)) or "1"
+        raise UserError(
+            f"{layer.describe()}: {what} of shape {array.shape}, should have {samples} samples of {each} elements"
+        )
 
 
 def rows_of(x: Tensor, layer: Layer, strategy: Strategy, has_tiles: bool = False) -> Tensor:

@@ -1,0 +1,207 @@
+"""Checks that a found attention core computes what ranks compute for a layer of kind ``attention``.
+
+Ranks compute softmax(q k^T / sqrt(head_dim)) v, with a causal mask or none. The features of their input are q, k and v of all heads
+one after the other, or those of each head together. Views between the input and q, k and v are followed element by element, on an
+array of indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoddl.costmodel.program import at
+
+from .operators import Operator, OperatorGraph
+from .scales import attributes_of
+
+__all__ = ["core_order", "core_reason"]
+
+#: Most elements whose places are followed; larger inputs are taken to have their features in the usual order.
+_MAX_FOLLOWED = 1 << 25
+#: Operators that multiply by a number.
+_SCALES = {"scalar_mul": 1, "scalar_div": -1}
+#: Operators that change no value.
+_NEUTRAL = frozenset({"cast", "identity", "to_contiguous"})
+#: Operators of scores that ranks apply too: masks, and a dropout of the probabilities.
+_OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", "reshape", "dropout", *_NEUTRAL})
+#: Operators that rearrange elements, and are followed.
+_FOLLOWED = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "narrow", "slice", "expand", *_NEUTRAL, *_SCALES}
+)
+
+
+def core_reason(
+    graph: OperatorGraph,
+    softmax: Operator,
+    scores: Operator,
+    members: dict[str, Operator],
+    masks: Sequence[str],
+    sources: Sequence[str],
+    head_dim: int,
+    causal: bool | None,
+) -> str:
+    """Return why ranks cannot run a core as attention, as the end of a sentence; "" if they can."""
+    if any(graph.is_learned(tensor) for op in members.values() for tensor in op.inputs if not _is_head_norm(graph, op)):
+        return "its attention adds a learned bias"
+    if any(graph.is_raw(mask) for mask in masks):
+        return "its attention has a mask that depends on the input"
+    if causal is None:
+        return "its attention has a mask of which it is not known whether it is causal"
+    factor = float(scores.attributes.get("alpha", 1.0))
+    tensor = softmax.inputs[0]
+    while (op := graph.producer[tensor]) is not scores:
+        if op.kind in _SCALES:
+            factor *= _number(op) ** _SCALES[op.kind]
+        elif op.kind in ("broadcast_mul", "broadcast_div"):
+            return "its attention multiplies scores by a tensor"
+        elif op.kind in _OF_SCORES or (op.kind == "expand" and graph.dims[op.inputs[0]] == graph.dims[op.output]):
+            pass
+        elif op.kind in ("transpose", "expand_dims", "squeeze"):
+            back = _followed(graph, softmax.inputs[0], (scores.output,))
+            if back is None or not np.array_equal(back[1].reshape(-1), np.arange(back[1].size)):
+                return "its attention rearranges scores"
+        else:
+            return f"its attention applies {op.kind} to scores"
+        tensor = graph.active_inputs(op)[0]
+    is_known = True
+    for key in ("a", "b"):
+        path, reached = _path_from(graph, scores.arguments[key][0], sources)
+        is_known &= reached
+        for op in path:
+            factor *= _number(op) ** _SCALES[op.kind] if op.kind in _SCALES else 1.0
+    if is_known and not math.isclose(factor, head_dim**-0.5, rel_tol=1e-4):
+        return f"its attention multiplies scores by {factor:.4g}, not by 1 / sqrt({head_dim})"
+    return ""
+
+
+def _is_head_norm(graph: OperatorGraph, op: Operator) -> bool:
+    """Whether an operator scales or shifts single heads after their norm."""
+    return op.kind in ("broadcast_mul", "broadcast_add") and all(
+        len(graph.shapes[t]) == 1 or graph.elements(t) == graph.shapes[t][-1] for t in graph.learned_inputs(op)
+    )
+
+
+def _number(op: Operator) -> float:
+    attributes = op.attributes
+    return float(attributes["float_operand"] if attributes["has_float_operand"] else attributes["int_operand"])
+
+
+def _path_from(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tuple[list[Operator], bool]:
+    """Return the operators from a source to a tensor in execution order, and whether all of them are followed."""
+    path: list[Operator] = []
+    while tensor not in sources:
+        op = graph.producer.get(tensor)
+        if op is None or op.kind not in _FOLLOWED:
+            return path[::-1], False
+        path.append(op)
+        tensor = graph.active_inputs(op)[0]
+    return path[::-1], True
+
+
+def core_order(
+    graph: OperatorGraph,
+    scores: Operator,
+    weighted: Operator,
+    sources: Sequence[str],
+    output: str,
+    sizes: tuple[int, int, int],
+) -> str:
+    """Return the order of the input's features: ``plain``, ``interleaved`` (q, k and v of each head together) or ``other``.
+
+    It is ``plain`` if it is not known.
+
+    Args:
+        graph: The traced operators.
+        scores: The product q k^T.
+        weighted: The product with v.
+        sources: Tensors of q, k and v, or the only one of them all.
+        output: Output of the core.
+        sizes: Rows, heads and features per head.
+    """
+    rows, heads, head_dim = sizes
+    if sum(graph.elements(tensor) for tensor in sources) // graph.batch > _MAX_FOLLOWED:
+        return "plain"
+    features = [graph.elements(tensor) // (graph.batch * rows) for tensor in sources]
+    places = []
+    for op, key in ((scores, "a"), (scores, "b"), (weighted, "b")):
+        tensor = op.arguments[key][0]
+        followed = _followed(graph, tensor, sources)
+        if followed is None:
+            return "plain"
+        number, index = followed
+        is_transposed = op is scores and key == "b" and not op.attributes.get("transpose_b")
+        index = index.reshape(-1, *index.shape[-2:])
+        index = np.swapaxes(index, 1, 2) if is_transposed else index
+        if index.shape[1:] != (rows, head_dim) or heads % len(index):
+            return "other"
+        first = index[:, :1, :].copy()
+        if first.max() >= features[number] or not np.array_equal(
+            index, first + np.arange(rows, dtype=np.int32)[None, :, None] * features[number]
+        ):
+            return "other"  # a row has features of other rows
+        places.append((number, first[:, 0, :]))
+    back = _followed(graph, output, (weighted.output,))
+    if back is not None:
+        shape = (heads, rows, head_dim)
+        expected = np.swapaxes(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), 0, 1)
+        if not np.array_equal(back[1].reshape(-1), expected.reshape(-1)):
+            return "other"
+    return _order_of(places, features, heads, head_dim)
+
+
+def _order_of(places: Sequence[tuple[int, np.ndarray]], features: Sequence[int], heads: int, head_dim: int) -> str:
+    """Return the order of the features, given those of q, k and v: arrays of shape (heads, head_dim)."""
+    (_, query), (_, key), (_, value) = places
+    if len(features) == 1:
+        kv_heads = (features[0] // head_dim - heads) // 2
+        begins = (0, heads * head_dim, (heads + kv_heads) * head_dim)
+        counts = (heads, kv_heads, kv_heads)
+    else:
+        begins, counts = (0, 0, 0), (heads, features[1] // head_dim, features[-1] // head_dim)
+    within = np.arange(head_dim)
+
+    def is_plain(found: np.ndarray, begin: int, count: int) -> bool:
+        groups = np.arange(len(found)) // max(len(found) // count, 1)
+        return np.array_equal(found, begin + groups[:, None] * head_dim + within)
+
+    if all(map(is_plain, (query, key, value), begins, counts)):
+        return "plain"
+    every = np.arange(heads)[:, None] * 3 * head_dim + within
+    is_interleaved = all(np.array_equal(found, every + i * head_dim) for i, found in enumerate((query, key, value)))
+    return "interleaved" if len(features) == 1 and is_interleaved else "other"
+
+
+def _followed(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tuple[int, np.ndarray] | None:
+    """Return the source that a tensor is a view of, and the index there of each of its elements, of one sample.
+
+    Returns:
+        None if it is no view.
+    """
+    path: list[Operator] = []
+    start = tensor
+    while start not in sources:
+        op = graph.producer.get(start)
+        if op is None or op.kind not in _FOLLOWED:
+            return None
+        path.append(op)
+        start = graph.active_inputs(op)[0]
+    shape = at(graph.dims[start], 1)
+    index = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    for op in reversed(path):
+        attributes = {name: at(value, 1) for name, value in attributes_of(graph, op).items()}
+        if op.kind == "transpose":
+            index = index.transpose(attributes["perm"])
+        elif op.kind == "narrow":
+            first = attributes["start"]
+            index = np.take(index, range(first, first + attributes["length"]), axis=attributes["dim"])
+        elif op.kind == "slice":
+            bounds = zip(attributes["start"], attributes["stop"], attributes["step"])
+            index = index[tuple(slice(*bound) for bound in bounds)]
+        elif op.kind == "expand":
+            index = np.broadcast_to(index, at(graph.dims[op.output], 1))
+        else:
+            index = index.reshape(at(graph.dims[op.output], 1))
+    return list(sources).index(start), index
