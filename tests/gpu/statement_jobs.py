@@ -15,6 +15,7 @@ from autoddl.pipelines.runtime.comm.layouts import Layout
 from autoddl.pipelines.runtime.dropouts import Dropout
 from autoddl.pipelines.runtime.facts import OwnModule
 from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.replay import functions as replayed
 from autoddl.pipelines.runtime.runningstats import RunningStatistics
 from autoddl.pipelines.runtime.statements import EPILOGUES
 from autoddl.pipelines.runtime.stepping import Ranks
@@ -106,11 +107,11 @@ def evaluate(name: str, precision: str, device: str) -> dict[str, Any]:
 
 
 def untested() -> tuple[list[str], list[str]]:
-    """Functions of layers without a case, and cases without a function."""
+    """Functions of layers without a case, and cases without a function; those of replayed programs are left out."""
     from references import CASES
 
     names = {name.partition(",")[0] for name in CASES}
-    functions = {*layers._FUNCTIONS, *(name for name in EPILOGUES.values() if name)}
+    functions = {*layers._FUNCTIONS, *(name for name in EPILOGUES.values() if name)} - {*replayed.__all__}
     return sorted(functions - names), sorted(names - functions)
 
 
@@ -118,14 +119,19 @@ def drop(probability: float, precision: str, device: str) -> dict[str, Any]:
     """Two passes of a dropout with the same step, one with the next step, and the gradient of the first; by both functions."""
     ranks = Ranks(1, backend_of(precision, device))
     x = ranks.backend.tensor(np.full((64, 64), 2.0), ranks.backend.compute).requires_grad_(True)
-    dropout, of = Dropout(probability, "h.0", 0), layers._FUNCTIONS
-    first = of["apply_dropout"](x * 1, dropout, 1, ranks)
+    dropout, of, layout = Dropout(probability, "h.0"), layers._FUNCTIONS, Layout((1, 1, 1))
+    places = np.arange(64)
+
+    def apply(x: Tensor, step: int | None) -> Tensor:
+        return of["apply_dropout"](x, dropout, step, ranks, layout, 64, (64,))
+
+    first = apply(x * 1, 1)
     first.backward(flow.ones_like(first))
     return {
         "first": to_array(first),
-        "again": to_array(of["bind_dropout"](dropout, 1, ranks)(x.detach())),
-        "next": to_array(of["apply_dropout"](x.detach(), dropout, 2, ranks)),
-        "evaluation": to_array(of["apply_dropout"](x.detach(), dropout, None, ranks)),
+        "again": to_array(of["bind_dropout"](dropout, 1, ranks, layout, 1, 64, 1)(x.detach(), places, places)),
+        "next": to_array(apply(x.detach(), 2)),
+        "evaluation": to_array(apply(x.detach(), None)),
         "gradient": to_array(x.grad),
     }
 

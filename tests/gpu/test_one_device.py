@@ -47,7 +47,8 @@ def test_a_function_of_layers(on, device, name, precision):
 
 
 def test_every_function_of_layers_has_a_case(on, device):
-    """But those of dropout, which have a test below, and those of experts and divided parameters, which have theirs on ranks."""
+    """But those of dropout, which have a test below, and those of experts, divided parameters and programs, which have theirs on
+    ranks."""
     dropouts, divided = ["apply_dropout", "bind_dropout"], ["gather_weights", "lean_product"]
     experts = ["attend_latent", "collect", "dispatch", "expert_products", "gate_tokens", "route"]
     assert on(1).run(f"{JOBS}:untested", timeout_s=TIMEOUT_S) == [(sorted(dropouts + divided + experts), [])]
