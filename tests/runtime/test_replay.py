@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from autoddl.pipelines.runtime.load import is_available
 available = is_available()
 pytestmark = pytest.mark.skipif(not available, reason=available.reason)
 
-JOBS = "tests.runtime.traced_jobs"
+JOBS = Path(__file__).with_name("traced_jobs.py")
 #: Models of the benchmark that need little time, each for something else.
 MODELS = {
     "block_stack": "the first sum reads the model's input",

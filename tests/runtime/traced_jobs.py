@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from autoddl.extraction import extract
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 
-from ..bench import zoo_models
+# Ranks load this file by its path, not as a part of a package.
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import zoo_models
 
 flow: Any = load_oneflow()
 
