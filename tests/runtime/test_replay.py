@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +53,18 @@ def cases() -> list[tuple[str, str]]:
     return [(table, name) for table in ("ROWS", "IMAGES") for name in getattr(operator_cases, table)]
 
 
-@pytest.mark.parametrize(("table", "name"), cases())
-def test_operators_are_replayed(table: str, name: str) -> None:
-    """Loss and gradient of one rank are those of the module; its graph was traced with another number of samples."""
-    from . import operator_cases
-    from .traced_jobs import replayed
+@pytest.fixture(scope="module")
+def differences() -> Any:
+    """What differs in each case, from a process of its own: tracing unusual operators can end in an abort of OneFlow."""
+    done = subprocess.run([sys.executable, str(JOBS)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
-    shape = (6, 8) if table == "ROWS" else (6, 8, 8)
-    assert replayed(getattr(operator_cases, table)[name], shape) == ""
+
+@pytest.mark.parametrize(("table", "name"), cases())
+def test_operators_are_replayed(differences: Any, table: str, name: str) -> None:
+    """Loss and gradient of one rank are those of the module; its graph was traced with another number of samples."""
+    assert differences[f"{table} {name}"] == ""
 
 
 def test_values_are_compared() -> None:

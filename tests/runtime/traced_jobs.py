@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,18 @@ def refusals(module: Any, examples: Any, batches: list[Any]) -> list[str]:
         except UserError as error:
             words.append(str(error))
     return words
+
+
+def main() -> None:
+    """Print what differs in each of the operator cases, as one JSON line."""
+    import operator_cases
+
+    found = {}
+    for table, shape in (("ROWS", (6, 8)), ("IMAGES", (6, 8, 8))):
+        for name, function in getattr(operator_cases, table).items():
+            found[f"{table} {name}"] = replayed(function, shape)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
