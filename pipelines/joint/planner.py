@@ -42,7 +42,7 @@ from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
 from .recipe_trials import recipe_trials
 from .result import Considered, JointOptions, PlanResult, Rival
-from .rivals import RECIPE, RIVAL_FAMILIES, SHARE_OF_FAMILIES, describe_stop, paper_plan, plan_rivals
+from .rivals import RECIPE, RIVAL_FAMILIES, SHARE_OF_FAMILIES, cheaper, describe_stop, paper_plan, plan_rivals
 from .search import Explored, Search, improve_near
 from .space import MAX_PASSES
 from .start import Start, start_note, start_problem, started
@@ -250,14 +250,14 @@ def _plan_by_search(
     of_families_s = 0.0 if rivals is not None else SHARE_OF_FAMILIES * job.time_limit_s
     known_s = math.inf if best is None else _cost(job, best)
     explored = search.resume(known_s, Clock(clock.left_s - of_families_s, job.stop))
-    best = _cheaper(job, best, explored.best)
+    best = cheaper(best, explored.best, job.options.base.objective)
     # Phase 4: the best plan of every family.
     if rivals is None:
         known_s = math.inf if best is None else _cost(job, best)
         rivals, best = plan_families(best, explored.lower_bound_s)
         if best is not None and _cost(job, best) < known_s:
             explored = search.resume(_cost(job, best), clock)
-            best = _cheaper(job, best, explored.best)
+            best = cheaper(best, explored.best, job.options.base.objective)
     if best is None:
         job.stop.check()
         if not explored.is_finished:
@@ -310,11 +310,6 @@ def _plan_families(
             best = plan
             job.tell(_cost(job, best), bound_s, len(rivals))
     return rivals, best
-
-
-def _cheaper(job: PlanningJob, one: Evaluation | None, other: Evaluation | None) -> Evaluation | None:
-    """The plan of the lower cost; the first if both cost the same."""
-    return min((plan for plan in (one, other) if plan is not None), key=partial(_cost, job), default=None)
 
 
 def _with_bound_of_space(job: PlanningJob, rival: Rival, explored: Explored) -> Rival:

@@ -43,6 +43,7 @@ __all__ = [
     "RIVAL_FAMILIES",
     "SHARE_OF_FAMILIES",
     "Family",
+    "cheaper",
     "describe",
     "describe_common_strategy",
     "describe_stop",
@@ -198,7 +199,7 @@ def _pipeline(
     objective = job.options.base.objective
     known_s = math.inf if known is None else known.cost(objective)
     explored = explore(own, settings, known_s, deadline, patience=patience)
-    best, note, paper_step_s = _better(explored.best, known, objective), "", None
+    best, note, paper_step_s = cheaper(explored.best, known, objective), "", None
     if family.paper is not None:
         clock = Clock(_SHARE_OF_PAPER * job.time_limit_s, job.stop)
         try:
@@ -207,7 +208,7 @@ def _pipeline(
             pass
         else:
             paper_step_s, note = plan.step_s if objective == "step" else None, describe_stop(clock)
-            best = _better(best, plan, objective)
+            best = cheaper(best, plan, objective)
     if best is None:
         reason = "no such plan fits the memory limit"
         if not explored.is_finished:
@@ -223,7 +224,7 @@ def _pipeline(
     return Rival.of(family.title, best, how, lower_bound_s=lower, paper_step_s=paper_step_s), best
 
 
-def _better(one: Evaluation | None, other: Evaluation | None, objective: str) -> Evaluation | None:
+def cheaper(one: Evaluation | None, other: Evaluation | None, objective: str) -> Evaluation | None:
     """The plan of the lower cost; the first if both cost the same."""
     if one is None or other is None:
         return one or other

@@ -417,13 +417,12 @@ def improve_near(
     queue, seen = [first], {first}
     while queue and not deadline.is_over:
         setting = queue.pop(0)
-        part = _time_slice(deadline, deadline.left_s)
         known_s = best.cost(explorer.pricing.objective)
         found: Evaluation | None = None
         if explorer.memory_demand(setting.schedule) is not None:
-            search = SettingSearch(explorer, setting, known_s, part)
+            search = SettingSearch(explorer, setting, known_s, deadline)
             try:
-                with explorer.stop.until(part):
+                with explorer.stop.until(deadline):
                     search.improve([stage.num_units for stage in best.configuration.stages])
             except (UnsettledError, StopRequestedError):
                 pass
