@@ -39,12 +39,20 @@ class Hosts:
         name: name of this rank's host.
         device_name: name of this rank's device.
         network: what ranks communicate over: an interface (``eth0``), ``loopback`` or ``NCCL``; empty if unknown.
+        kernels: number of the system kernel that each rank's host runs on; empty if every host has its own. Containers are hosts of
+            one kernel: they share its cores, and its clocks count the CPU time of all of them.
     """
 
     numbers: tuple[int, ...]
     name: str
     device_name: str = ""
     network: str = ""
+    kernels: tuple[int, ...] = ()
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """Number of each rank's machine: ranks of hosts that share a kernel are on one machine."""
+        return self.kernels or self.numbers
 
     @property
     def num_hosts(self) -> int:
@@ -78,8 +86,19 @@ def hosts_of_job(device: str) -> Hosts:
     name = os.uname().nodename
     names = exchange_texts(name)
     numbers = tuple(names.index(other) for other in names)
+    identities = exchange_texts(_kernel() or name)
+    kernels = tuple(identities.index(other) for other in identities)
     device_name = flow.cuda.get_device_name() if device == GPU else CPU.upper()
-    return Hosts(numbers, name, device_name, _network(numbers, device))
+    return Hosts(numbers, name, device_name, _network(numbers, device), kernels)
+
+
+def _kernel() -> str:
+    """What identifies the running kernel of the system; empty if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def _network(numbers: Sequence[int], device: str) -> str:
@@ -108,12 +127,16 @@ def interface_towards(address: str) -> str:
     return ""
 
 
-def cores_of_ranks(hosts: Hosts) -> int:
-    """Number of cores that the ranks of this host share (the union of their CPU affinities); every rank calls."""
+def cores_of_ranks(places: Sequence[int]) -> int:
+    """Number of cores that the ranks of one place share (the union of their CPU affinities); every rank calls.
+
+    Args:
+        places: the place of each rank: `Hosts.numbers` or `Hosts.machines`.
+    """
     mask = np.zeros(_MAX_CORES, dtype=np.int64)
     mask[[core for core in os.sched_getaffinity(0) if core < _MAX_CORES]] = 1
-    own = hosts.numbers[load_oneflow().env.get_rank()]
-    here = [number == own for number in hosts.numbers]
+    own = places[load_oneflow().env.get_rank()]
+    here = [place == own for place in places]
     return max(1, int(exchange(mask)[here].any(axis=0).sum()))
 
 

@@ -210,7 +210,8 @@ class SharedClock:
     def __init__(self, hosts: Hosts, budget_s: float | None, device: str):
         flow = load_oneflow()
         self.hosts = hosts
-        self.num_cores = 0 if device == GPU else cores_of_ranks(hosts)
+        self.num_cores = 0 if device == GPU else cores_of_ranks(hosts.numbers)
+        self._machine_cores = 0 if device == GPU else cores_of_ranks(hosts.machines)
         self._device = device
         self.versions = f"oneflow {flow.__version__}; {os.uname().sysname} {os.uname().release}; {processor()}"
         self._budget_s = budget_s
@@ -248,17 +249,35 @@ class SharedClock:
 
     @property
     def foreign(self) -> float:
-        """The largest fraction of a host's cores that other processes used during the stretch; 0 on GPUs."""
-        if not self.num_cores:
-            return 0.0
-        wall, own, busy = (self._last - self._start).T
-        shares = []
-        for number in set(self.hosts.numbers):
-            here = [i for i, other in enumerate(self.hosts.numbers) if other == number]
-            if busy[here[0]] >= 0 and wall[here[0]] > 0:
-                shares.append((busy[here[0]] - own[here].sum()) / (wall[here[0]] * self.num_cores))
-        return float(min(1.0, max(0.0, *shares))) if shares else 0.0
+        """The largest fraction of a machine's cores that other processes used during the stretch; 0 on GPUs."""
+        return foreign_share(self._last - self._start, self.hosts.machines, self._machine_cores)
 
     def _readings(self) -> np.ndarray:
         """(seconds since the start, CPU seconds of this process, CPU seconds of the whole host)."""
         return np.array([time.monotonic() - self._zero, time.process_time(), host_busy_s()])
+
+
+def foreign_share(readings: np.ndarray, machines: Sequence[int], num_cores: int) -> float:
+    """Return the largest fraction of a machine's cores that other processes than ranks used.
+
+    Ranks of all hosts of a machine (containers that share its kernel) are own ones: its clock counts them all.
+
+    Args:
+        readings: of each rank, seconds that passed, CPU seconds of the rank, and busy seconds of all cores of its machine; shape
+            (ranks, 3).
+        machines: number of each rank's machine.
+        num_cores: number of cores that the ranks of a machine share; 0 if they are not measured.
+
+    >>> alone, beside_another = [1.0, 0.5, 1.1], [1.0, 0.5, 1.5]
+    >>> [round(foreign_share(np.array([each, each]), (0, 0), 2), 2) for each in (alone, beside_another)]
+    [0.05, 0.25]
+    """
+    if not num_cores:
+        return 0.0
+    shares = [0.0]
+    for machine in set(machines):
+        here = [rank for rank, other in enumerate(machines) if other == machine]
+        passed, _, busy = readings[here[0]]
+        if busy >= 0 and passed > 0:
+            shares.append((busy - readings[here, 1].sum()) / (passed * num_cores))
+    return float(min(1.0, max(shares)))

@@ -19,10 +19,11 @@ from autoddl.planfile import PlanFile, plan_document, save_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import gpt, resolve_model
 
+from ..cluster.namespaces import hosts_available
+from ..cluster.ssh import SshHosts
 from .export_plans import MODELS, staged_plan
 from .launches import BRISK, PATIENCE_S, Attempt, forget_jobs, launch_command, run_attempts, started
 from .sample_plans import SMALL
-from .several_hosts import SshHosts, hosts_available
 
 JOBS = Path(__file__).with_name("plan_training.py")
 

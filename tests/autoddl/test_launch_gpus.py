@@ -31,10 +31,10 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.ranks.gpus import Gpu
 from autoddl.planfile import load_plan
 
+from ..cluster.namespaces import Hosts, hosts_available
 from .gpu_hosts import A100, install_nvidia_smi, ssh_stand_in
 from .launches import PATIENCE_S, SCRIPT, launch_command, losses_by_hand, one_line, shown
 from .sample_plans import cpu_pipeline, gpt_plan, pipeline_plan, written
-from .several_hosts import Hosts, hosts_available
 
 GIB = 2**30
 ONEFLOW = is_available()

@@ -15,8 +15,8 @@ import pytest
 
 from autoddl.pipelines.runtime.load import is_available
 
+from ..cluster.ssh import SshHosts
 from .launches import NASTY, PATIENCE_S, Started, launch_command, losses_by_hand, one_line, shown, started
-from .several_hosts import SshHosts
 
 ONEFLOW = is_available()
 pytestmark = [pytest.mark.ranks("launches"), pytest.mark.usefixtures("idle_hosts")]

@@ -24,8 +24,9 @@ from autoddl.costmodel.errors import UserError
 from autoddl.launching.nodelist import expand_nodelist
 from autoddl.pipelines.runtime.load import is_available
 
+from ..cluster.namespaces import hosts_available
+from ..cluster.slurm import SlurmHosts
 from .launches import NASTY, SCRIPT, launch_command, losses_by_hand, shown
-from .several_hosts import SlurmHosts, hosts_available
 
 SLURM = hosts_available("slurmctld", "slurmd", "munged", "srun", "sbatch")
 ONEFLOW = is_available()

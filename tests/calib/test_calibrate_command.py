@@ -12,12 +12,14 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.devices import shapes_on
 from autoddl.calib.hosts import Hosts
+from autoddl.calib.measure import foreign_share
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.calib.settings import TimedSetting, settings_of
 from autoddl.costmodel.cluster import load_cluster
@@ -45,6 +47,17 @@ def test_groups_inside_and_between_hosts():
     assert [Hosts((0, 1, 0, 1), "a").level(2, stride) for stride in (1, 2)] == ["inter-node", "intra-node"]
     assert Hosts((0,) * 4, "a").level(4, 1) == "intra-node"
     assert Hosts((0, 0, 0, 3), "a").level(2, 1) is None
+
+
+def test_ranks_of_containers_on_one_kernel_are_own():
+    """Four hosts of a rank each; the clock of their machine counts the CPU time of all of them, and of another process."""
+    hosts = Hosts((0, 1, 2, 3), "a", kernels=(0, 0, 0, 0))
+    readings = np.array([[2.0, 0.9, 4.0]] * 4)
+    assert hosts.machines == (0, 0, 0, 0) and hosts.num_hosts == 4
+    assert foreign_share(readings, hosts.machines, num_cores=2) == pytest.approx(0.4 / (2.0 * 2))
+    # Hosts with kernels of their own, on which another process used more than on the others.
+    readings = np.array([[2.0, 0.9, 1.0], [2.0, 0.9, 1.9]])
+    assert foreign_share(readings, Hosts((0, 1), "a").machines, num_cores=2) == pytest.approx(1.0 / (2.0 * 2))
 
 
 def test_settings_cover_every_axis():

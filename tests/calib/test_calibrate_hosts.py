@@ -20,7 +20,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import is_available
 
 from ..autoddl.launches import PATIENCE_S, START, forget_jobs
-from ..autoddl.several_hosts import Hosts, hosts_available
+from ..cluster.namespaces import Hosts, hosts_available
 
 AVAILABLE = is_available()
 needs_oneflow = pytest.mark.skipif(not AVAILABLE, reason=AVAILABLE.reason)

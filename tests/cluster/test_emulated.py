@@ -1,0 +1,157 @@
+"""Emulated clusters: what links delay and count, and that nothing is left. No verdict depends on how busy the machine is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..processes import PATIENCE_S
+from .emulated import ClusterSize, EmulatedCluster, emulated
+from .ending import processes_in
+from .links import parse_link
+from .namespaces import links_available
+
+AVAILABLE = links_available("sshd", "ssh", "ssh-keygen")
+pytestmark = [
+    pytest.mark.ranks("launches"),
+    pytest.mark.skipif(not AVAILABLE, reason=AVAILABLE.reason),
+]
+PROBE = str(Path(__file__).with_name("probe.py"))
+FOLDER = str(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCluster]:
+    """Two hosts; latencies and transfer times far above what the machine itself needs."""
+    size = ClusterSize(2, 2, parse_link("80Mbit,20ms"), parse_link("800Mbit,5ms"), cores={"host2": 0.5})
+    with emulated(tmp_path_factory.mktemp("cluster"), size) as started:
+        yield started
+
+
+def seconds(cluster: EmulatedCluster, to: str, size: int, sender: str = "host1") -> float:
+    """Until a message from a host has been answered."""
+    address = cluster.addresses[to]
+    server = subprocess.Popen(
+        cluster.command(to, sys.executable, PROBE, "serve", address), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        return float(cluster.run(sender, sys.executable, PROBE, "ask", address, str(size)))
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize(("to", "latency_s", "bandwidth"), [("host2", 20e-3, 10e6), ("host1", 5e-3, 100e6)])
+def test_messages_are_no_faster_than_their_link(cluster, to, latency_s, bandwidth):
+    """There and back; a large message takes its bytes over the bandwidth in addition, from the first one on."""
+    assert seconds(cluster, to, 1) >= 2 * latency_s
+    assert seconds(cluster, to, 1 << 20) >= 2 * latency_s + (1 << 20) / bandwidth
+
+
+def test_bytes_are_counted_by_link(cluster):
+    before = cluster.wires.traffic()
+    seconds(cluster, "host2", 1 << 20)
+    after = cluster.wires.traffic()
+    sent = after["host1"].wire_bytes - before["host1"].wire_bytes
+    assert 3 << 20 <= sent < 1.05 * (3 << 20)
+    assert after["host1"].loopback_bytes == before["host1"].loopback_bytes
+    seconds(cluster, "host1", 1 << 20)
+    last = cluster.wires.traffic()
+    assert 3 << 20 <= last["host1"].loopback_bytes - after["host1"].loopback_bytes < 1.05 * (3 << 20)
+
+
+def test_a_wire_is_cut_and_restored(cluster):
+    """What is sent meanwhile is lost on the way to the host and from it, and other hosts do not notice."""
+    ask = [sys.executable, "-c", "import socket; socket.create_connection(('host2', 22), timeout=0.5)"]
+    cluster.wires.cut("host2")
+    try:
+        assert subprocess.run(cluster.command("host1", *ask), capture_output=True).returncode == 1
+        cluster.run("login", *ask[:2], ask[2].replace("host2", "host1").replace("0.5", "60"))
+    finally:
+        cluster.wires.restore("host2")
+    cluster.run("host1", *ask[:2], ask[2].replace("0.5", "60"))
+
+
+def test_a_link_is_replaced(cluster):
+    cluster.wires.limit("host1", parse_link("80Mbit,100ms"))
+    try:
+        assert seconds(cluster, "host2", 1) >= 2 * (100e-3 + 20e-3) / 2
+    finally:
+        cluster.wires.limit("host1", cluster.size.wire)
+
+
+def test_what_ssh_starts_on_a_slow_host_has_its_quota(cluster):
+    """The control group of a process that ssh started says how long it may run in each period."""
+    show = "cat /proc/self/cgroup"
+    words = [*cluster.ssh.split(), "host2", show]
+    found = subprocess.run(cluster.command("login", *words), capture_output=True, text=True, timeout=PATIENCE_S)
+    (group,) = {line.rpartition("/")[2] for line in found.stdout.splitlines() if "cluster-" in line}
+    (folder,) = [Path(root, group) for root in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup") if Path(root, group).is_dir()]
+    if (folder / "cpu.max").exists():
+        quota, period = map(int, (folder / "cpu.max").read_text().split())
+    else:
+        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+    assert quota / period == 0.5
+    other = subprocess.run(
+        cluster.command("login", *cluster.ssh.split(), "host1", show), capture_output=True, text=True
+    )
+    assert other.returncode == 0 and "cluster-" not in other.stdout
+
+
+MAKER = f"""
+import os, sys, time
+sys.path.insert(0, os.path.dirname({FOLDER!r}))
+from pathlib import Path
+from cluster.emulated import ClusterSize, EmulatedCluster
+from cluster.links import parse_link
+cluster = EmulatedCluster(Path(sys.argv[1]), ClusterSize(1, wire=parse_link("1ms"), cores={{"host1": 1.0}}))
+cluster.start("host1", "sleep", "1000", log=Path(sys.argv[1], "log"))
+print(os.readlink(f"/proc/{{cluster.pid('host1')}}/ns/net"), os.readlink(f"/proc/{{cluster.pid('login')}}/ns/net"), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_nothing_is_left_of_a_cluster_whose_maker_was_killed(tmp_path):
+    """Of processes and control groups."""
+    with subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        namespaces = maker.stdout.readline().split()
+        assert len(namespaces) == 2 and len(processes_in(namespaces)) >= 4
+        os.kill(maker.pid, signal.SIGKILL)
+    groups = [Path(root, f"cluster-{maker.pid}-host1") for root in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")]
+    deadline = time.monotonic() + PATIENCE_S
+    while processes_in(namespaces) or any(group.exists() for group in groups):
+        assert time.monotonic() < deadline, (processes_in(namespaces), groups)
+        time.sleep(0.05)
+
+
+def test_the_command_runs_another_one_on_a_cluster():
+    words = ["--hosts", "2", "--ranks", "3", "--wire", "1Gbit,1ms", "--", "sh", "-c"]
+    script = (
+        "hostname; echo $CLUSTER_HOSTS $CLUSTER_SLOTS; for h in host1 host2; do $CLUSTER_SSH $h hostname; done; exit 7"
+    )
+    done = subprocess.run([sys.executable, FOLDER, *words, script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (7, "login\nhost1,host2 host1:3,host2:3\nhost1\nhost2\n")
+    assert done.stderr == "2 hosts x 3 ranks, wires 1000 Mbit/s + 1 ms, inside a host unlimited\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--wire", "fast", "--", "true"], "link 'fast' should be a bandwidth, a latency or both"),
+        (["--cores-of", "host9=1", "--", "true"], "host 'host9' should be one of host1, host2"),
+        (["--wire-of", "host1", "--", "true"], "'host1' should be HOST=VALUE"),
+        ([], "the command is missing: give it after --"),
+    ],
+)
+def test_wrong_options_are_named(words, message):
+    done = subprocess.run([sys.executable, FOLDER, *words], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
