@@ -12,7 +12,7 @@ from autoddl.costmodel.graph import LayerGraph
 
 from .executors import EAGER, GRAPH, check_executor
 from .planfile import PlanFile
-from .staging import stage_plans
+from .staging import schedule_of_plan, stage_plans
 
 __all__ = ["apply"]
 
@@ -93,4 +93,8 @@ def apply(
         )
     from autoddl.pipelines.runtime.applied import AppliedModule
 
-    return AppliedModule(module, plan.graph, stage.strategies, workload, feeds, check, backend)
+    from .onranks.tracing import StepTracer
+
+    applied = AppliedModule(module, plan.graph, stage.strategies, workload, feeds, check, backend)
+    applied.tracer = StepTracer.of_job(plan, schedule_of_plan(plan))
+    return applied

@@ -287,6 +287,9 @@ def plan_trainer(
     from autoddl.pipelines.runtime.backend import backend_of
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 
+    from .onranks.tracing import StepTracer
+
     schedule = schedule_of_plan(plan, num_steps)
     options["backend"] = backend_of(plan.workload.precision, chosen_device(plan.cluster.has_gpus, device))
+    options["tracer"] = StepTracer.of_job(plan, schedule)
     return PipelineTrainer(planned_model(module, plan, feeds), schedule, make_optimizer, batch, **options)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import is_whole
 
+from ..launching.context import TRACE_VARIABLE
 from ..launching.gpuchecks import plan_faults
 from ..launching.hosts import LOCALHOST, Host, Placement
 from ..launching.interrupts import Interrupted
@@ -44,6 +45,7 @@ def launch(
     checkpoints: FilePath | None = None,
     edited: bool = False,
     device: str | None = None,
+    trace: FilePath | None = None,
     dry_run: bool = False,
     show: Callable[[str], None] | None = None,
     **options: Unpack[JobOptions],
@@ -68,6 +70,9 @@ def launch(
         edited: Accept a plan that was edited after planning.
         device: ``"cpu"`` runs a plan for GPUs on CPU ranks, with wider types in place of half precision; by default ranks compute
             on the devices of the plan.
+        trace: Record where the time of a step goes on every rank, and write it to this file on the host of rank 0, beside the
+            predicted step, as a Chrome trace (JSON, for Perfetto). The step is the fourth one of a trainer of
+            ``autoddl.launched().trainer``, or the fourth ``train_step`` of a module of :func:`autoddl.apply`.
         dry_run: Describe the job without running it.
         show: A function that is called with each line that a rank prints; by default the lines are printed.
         options: see `JobOptions`.
@@ -99,6 +104,8 @@ def launch(
     if slurm_options and not slurm:
         raise UserError("slurm_options is for slurm=True")
     check_limits(checkpoints, options)
+    if trace is not None:
+        job_options["environment"] = {**(job_options["environment"] or {}), TRACE_VARIABLE: os.path.abspath(trace)}
     demands = demands_for(plan, script, edited, device, options["with_oneflow"])
     job_of = functools.partial(
         make_job, plan, script, demands, arguments=arguments, edited=edited, checkpoints=checkpoints

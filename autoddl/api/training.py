@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from autoddl.costmodel.devices import check_device_type
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import precision_of
+from autoddl.costmodel.writing import write_document
 from autoddl.pipelines.runtime.pipeline.problems import (
     FAMILIES,
     TextModel,
@@ -26,6 +27,7 @@ from autoddl.pipelines.runtime.pipeline.training import train as train_on_ranks
 from autoddl.pipelines.runtime.ranks.gpus import present_device
 
 from .. import planfile
+from ..steptrace import StepTrace
 from ..training import FileProblem, check_no_text, problem_of_plan
 from .files import FilePath
 from .options import takes
@@ -62,10 +64,12 @@ class Training(Result):
     Attributes:
         result: Losses, throughput and measurements that the ranks reported.
         options: Problem, schedule and options of the training.
+        trace: Where the time of the last step went, beside where the plan's price expects it; None if it was not recorded.
     """
 
     result: TrainingResult
     options: TrainingOptions
+    trace: StepTrace | None = None
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -117,7 +121,7 @@ class Training(Result):
     def text(self) -> Text:
         from ..text.runs import training_text
 
-        return training_text(self.options, self.result)
+        return training_text(self.options, self.result, trace=self.trace)
 
     def __repr__(self) -> str:
         name, first, last = self.options.schedule.name, self.first_step, self.first_step + len(self.losses)
@@ -177,6 +181,7 @@ def train(
     every: int = 10,
     device: str | None = None,
     precision: str | None = None,
+    trace: FilePath | None = None,
     quiet: bool = False,
     on_step: Callable[[TrainingStep], None] | None = None,
     **options: Unpack[ScheduleOptions],
@@ -203,6 +208,8 @@ def train(
         device: ``cuda`` or ``cpu``. Default: GPUs if this machine has any, one for each rank, and CPU ranks if not. CPU ranks have
             no half-precision kernels: there, mixed precision runs with float32 in place of float16 and float64 masters.
         precision: Precision of a model without a plan: ``float32``, ``mixed`` or ``bfloat16``. Default: ``float32``.
+        trace: With a plan: record where the time of the last step goes on every rank, and write it to this file beside the
+            predicted step, as a Chrome trace (JSON, for Perfetto).
         quiet: Show no progress bar. Otherwise there is one if stderr is a terminal.
         on_step: Called with every step (``number``, ``loss``, ``units_per_s``) as soon as its loss is known.
         options: See `ScheduleOptions`.
@@ -220,6 +227,7 @@ def train(
     steps_per_run = min(steps, every) if checkpoints else steps
     source = None if text is None else _path("text", text)
     problem: TrainingProblem
+    plan: planfile.PlanFile | None = None
     if isinstance(plan_or_model, planfile.PlanFile) or os.fspath(plan_or_model).endswith(".json"):
         _refuse_given(options, "is for models; a plan says it itself")
         plan = (
@@ -230,7 +238,8 @@ def train(
         precision = plan.workload.precision
     else:
         name = os.fspath(plan_or_model)
-        _refuse_given({"edited": edited, "model": model}, f"is for plans, {name} is a model")
+        unpriced = f"is for plans, {name} is a model"
+        _refuse_given({"edited": edited, "model": model, "trace": trace}, unpriced)
         problem, schedule = _problem_of_model(name, source, options), _schedule_of_run(steps_per_run, options)
         micro_batch = _MICRO_BATCH if options["micro_batch"] is None else options["micro_batch"]
     sizes = options["sizes"]
@@ -248,8 +257,17 @@ def train(
         every,
         precision_of(precision or "float32").name,
         _device(device),
+        traces=trace is not None,
     )
-    return Training(_train_with_bar(training_options, quiet, on_step), training_options)
+    trace_path = None if trace is None else _path("trace", trace)
+    if trace_path is not None:
+        write_document(trace_path, {"traceEvents": []})  # the folder may not exist: better now than after the training
+    result = _train_with_bar(training_options, quiet, on_step)
+    if plan is None or trace_path is None or not result.traced:
+        return Training(result, training_options)
+    step = StepTrace(plan, schedule, result.traced)
+    write_document(trace_path, step.document())
+    return Training(result, training_options, step)
 
 
 def _train_with_bar(

@@ -75,6 +75,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--timeline", action="store_true", help="print the timeline of the last run and of its simulation"
     )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="with a plan: record where the time of the last step goes on every rank, beside the predicted step, in a Chrome trace",
+    )
     add_wide(parser)
     add_json(parser)
     add_quiet(parser)
@@ -152,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_document(training.document)
     else:
-        show(training_text(training.options, training.result, arguments.timeline), arguments)
+        show(training_text(training.options, training.result, arguments.timeline, training.trace), arguments)
     if unsaved := training.result.unsaved:
         raise UserError(
             f"the last checkpoint could not be written: {unsaved}; steps after step {training.result.last_saved} are not saved"

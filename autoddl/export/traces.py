@@ -1,6 +1,6 @@
 """Writes a predicted training step as a trace for chrome://tracing and Perfetto.
 
-A pass of a stage is drawn layer by layer (`_bars_of_pass`), one bar after the other, since the cost model overlaps nothing.
+A pass of a stage is drawn layer by layer (`bars_of_pass`), one bar after the other, since the cost model overlaps nothing.
 
 - A plan of one stage: a row for computation and a row for each network level. For each micro-batch come all forward passes and then
   all backward passes, at the end the gradient sums.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..planfile import PlanFile
 
-__all__ = ["trace_text"]
+__all__ = ["Bar", "bars_of_pass", "trace_text"]
 
 #: The passes that are divided into layers, by the category of their tasks.
 _PHASES = {"forward": "forward", "backward": "backward", "recompute": "recomputation"}
@@ -50,7 +50,7 @@ def trace_text(plan: PlanFile) -> str:
 
 
 @dataclass(frozen=True)
-class _Bar:
+class Bar:
     """A computation or a communication step of a layer.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Bar:
     arguments: dict[str, Any]
 
 
-def _bars_of_pass(layers: Sequence[LayerAssessment], cluster: Cluster, phase: str) -> list[_Bar]:
+def bars_of_pass(layers: Sequence[LayerAssessment], cluster: Cluster, phase: str) -> list[Bar]:
     """Return the bars of a pass of a stage in their order.
 
     Args:
@@ -89,17 +89,17 @@ def _bars_of_pass(layers: Sequence[LayerAssessment], cluster: Cluster, phase: st
     return [bar for bar in bars if bar.seconds > 0]
 
 
-def _compute_bar(assessed: LayerAssessment, phase: str, seconds: float) -> _Bar:
+def _compute_bar(assessed: LayerAssessment, phase: str, seconds: float) -> Bar:
     layer = assessed.layer
     arguments = {"layer": layer.name, "kind": layer.kind, "strategy": str(assessed.strategy)}
-    return _Bar(f"{layer.name} {phase}", phase, None, seconds, arguments)
+    return Bar(f"{layer.name} {phase}", phase, None, seconds, arguments)
 
 
-def _step_bars(assessed: LayerAssessment, cluster: Cluster, phase: str, steps: Iterable[Step]) -> list[_Bar]:
+def _step_bars(assessed: LayerAssessment, cluster: Cluster, phase: str, steps: Iterable[Step]) -> list[Bar]:
     """Return a bar for each communication step of a layer."""
     name = assessed.layer.name
     return [
-        _Bar(
+        Bar(
             f"{step.collective.value} {name} {phase}",
             f"{phase} communication",
             step.axis.level,
@@ -110,7 +110,7 @@ def _step_bars(assessed: LayerAssessment, cluster: Cluster, phase: str, steps: I
     ]
 
 
-def _event(bar: _Bar, start_us: float, duration_us: float, row: int, micro_batch: int | None) -> dict[str, Any]:
+def _event(bar: Bar, start_us: float, duration_us: float, row: int, micro_batch: int | None) -> dict[str, Any]:
     """Return a bar as an event of the trace; ``micro_batch`` is None for gradient sums."""
     number = {} if micro_batch is None else {"micro_batch": micro_batch}
     return {
@@ -130,17 +130,17 @@ def _stage_trace(plan: PlanFile) -> str:
     (stage,), cluster, num_micro_batches = plan.evaluation.stages, plan.cluster, plan.workload.num_micro_batches
     layers = stage.assessment.layers
     phases = ("forward", *(("recomputation",) if stage.recompute_s else ()), "backward")
-    bars_of_micro_batch = [bar for phase in phases for bar in _bars_of_pass(layers, cluster, phase)]
+    bars_of_micro_batch = [bar for phase in phases for bar in bars_of_pass(layers, cluster, phase)]
     num_bars = num_micro_batches * len(bars_of_micro_batch)
     if num_bars > MAX_EVENTS:
         raise UserError(
             f"a trace of {num_micro_batches} micro-batches of {len(layers)} layers would have {num_bars:,} bars, "
             f"should have at most {MAX_EVENTS:,}"
         )
-    bars: list[tuple[_Bar, int | None]] = [
+    bars: list[tuple[Bar, int | None]] = [
         (bar, number) for number in range(num_micro_batches) for bar in bars_of_micro_batch
     ]
-    bars += [(bar, None) for bar in _bars_of_pass(layers, cluster, "gradient")]
+    bars += [(bar, None) for bar in bars_of_pass(layers, cluster, "gradient")]
     updates = (_compute_bar(layer, "optimizer step", layer.update_s) for layer in layers)
     bars += [(bar, None) for bar in updates if bar.seconds > 0]
     events, now_s = [], 0.0
@@ -165,7 +165,7 @@ def _pipeline_trace(evaluation: Evaluation) -> str:
         layers = evaluation.stages[task["args"]["stage"]].graph.layers
         task["args"]["layers"] = f"{layers[0].name} to {layers[-1].name}"
     passes = {
-        (number, category): _bars_of_pass(stage.assessment.layers, devices, phase)
+        (number, category): bars_of_pass(stage.assessment.layers, devices, phase)
         for number, stage in enumerate(evaluation.stages)
         for devices in [evaluation.configuration.mesh_of(number).devices(evaluation.cluster)]
         for category, phase in _PHASES.items()
@@ -176,7 +176,7 @@ def _pipeline_trace(evaluation: Evaluation) -> str:
     return json.dumps(document) + "\n"
 
 
-def _layer_events(task: dict[str, Any], passes: Mapping[tuple[int, str], Sequence[_Bar]]) -> list[dict[str, Any]]:
+def _layer_events(task: dict[str, Any], passes: Mapping[tuple[int, str], Sequence[Bar]]) -> list[dict[str, Any]]:
     """Return the layers of a task as events inside of its bar.
 
     A task of several micro-batches, or of half of one, is a scaled pass of one micro-batch.

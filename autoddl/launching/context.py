@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from ..planfile import PlanFile
 
-__all__ = ["Launched", "launched"]
+__all__ = ["TRACE_VARIABLE", "Launched", "launched"]
+
+#: Environment variable of ranks: the file to write a trace of a step to.
+TRACE_VARIABLE = "AUTODDL_TRACE"
 
 
 @dataclass(frozen=True)

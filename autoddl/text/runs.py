@@ -14,6 +14,8 @@ from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, Trainin
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.timeline import Timeline
 
+from ..steptrace import StepTrace
+from .steptrace import trace_text
 from .tables import Column, Grid, Section, Table, Text, facts
 
 __all__ = ["families_text", "simulation_text", "timelines", "training_text"]
@@ -63,13 +65,16 @@ def timelines(measured: Timeline) -> tuple[Section, Section]:
     return section("measured", measured), section("simulated with the mean time of each task", simulated)
 
 
-def training_text(options: TrainingOptions, result: TrainingResult, timeline: bool = False) -> Text:
+def training_text(
+    options: TrainingOptions, result: TrainingResult, timeline: bool = False, trace: StepTrace | None = None
+) -> Text:
     """Return the figures of a training.
 
     Args:
         options: the options of the training.
         result: its result.
         timeline: also show the timeline of the last run, and of its simulation.
+        trace: also show where the time of the last run went, and where it differs most from the prediction.
     """
     schedule, run = options.schedule, result.last_run
     resumed = [("resumed", f"after step {result.first_step}")] if result.first_step else []
@@ -90,7 +95,8 @@ def training_text(options: TrainingOptions, result: TrainingResult, timeline: bo
         ("weight versions", f"{format_values(run.peak_versions)} (of one stage, per worker)"),
         ("between stages", _sent(options, run)),
     ]
-    return Text(([facts(figures)], *(timelines(run.timeline) if timeline else ())))
+    traced = () if trace is None else trace_text(trace).sections
+    return Text(([facts(figures)], *(timelines(run.timeline) if timeline else ()), *traced))
 
 
 def _computed(result: TrainingResult) -> str:

@@ -34,6 +34,7 @@ from .backend import HOST, Backend
 from .comparing import check_same_function
 from .load import load_oneflow
 from .loss_scaling import LossScaler
+from .recording import Recorder, Tracer
 from .replay.functions import unpacked
 from .setting import Batch
 from .stage.global_weights import GlobalWeights
@@ -74,6 +75,7 @@ class AppliedModule(flow.nn.Module):
     Attributes:
         graph: Layer graph of the plan.
         scaler: Scale of the loss, and the number of skipped steps; None if losses are not scaled.
+        tracer: Runs each `train_step`, and decides which ones are recorded; None: none is.
 
     Raises:
         UserError: The plan is for another number of ranks, or the module does not fit the graph.
@@ -104,6 +106,7 @@ class AppliedModule(flow.nn.Module):
         self._is_summing = True
         self.scaler = LossScaler() if backend.scales_losses else None
         self._num_passes = 0
+        self.tracer: Tracer | None = None
         first = first_names(module)
         # All names in the user's module, each with the first name of the same parameter.
         self._names = {name: first.get(id(find_parameter(module, name)), name) for name in module.state_dict()}
@@ -120,6 +123,8 @@ class AppliedModule(flow.nn.Module):
             self._compare(batch)
             self._num_passes = 0
         micro_batch = self._batch(batch)
+        if self.stepper.recorder is not None:
+            self.stepper.recorder.begin_pass("forward")
         value = self._stage.run(None, self._weights.local(self._is_summing), micro_batch)
         if not self._has_loss:
             value = whole_output(value, self._stage, micro_batch.num_samples).to(self.stepper.backend.master)
@@ -176,6 +181,24 @@ class AppliedModule(flow.nn.Module):
         Raises:
             UserError: The number of micro-batches does not divide the batch.
         """
+        if self.tracer is None:
+            return self._train_step(batch, loss_of)
+
+        def step(recorder: Recorder | None) -> float:
+            if recorder is None:
+                return self._train_step(batch, loss_of)
+            self.stepper.recorder = recorder
+            try:
+                with recorder.step(), recorder.task("", "forward"):
+                    return self._train_step(batch, loss_of)
+            finally:
+                self.stepper.recorder = None
+
+        result: float = self.tracer.run(step)
+        return result
+
+    def _train_step(self, batch: Sequence[Any], loss_of: Callable[[Tensor], Tensor] | None) -> float:
+        """Run the forward and backward passes of a whole batch; see `train_step`."""
         samples = len(batch[0])
         num_micro_batches = self._workload.num_micro_batches
         if samples % num_micro_batches:

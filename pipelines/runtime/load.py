@@ -28,6 +28,7 @@ from autoddl.costmodel.errors import UserError
 
 from .availability import Availability
 from .memory_files import MemoryFile
+from .ranks.connections import send_at_once
 
 __all__ = ["CUDA_LIBRARIES", "is_available", "load_oneflow", "preload_libraries"]
 
@@ -92,7 +93,7 @@ def load_oneflow() -> ModuleType:
             os.environ.setdefault("GLOG_minloglevel", "3")
             try:
                 preload_cuda_libraries()
-                return importlib.import_module("oneflow")
+                module = importlib.import_module("oneflow")
             finally:
                 warnings = transcript()
     except (ImportError, OSError) as error:
@@ -101,6 +102,8 @@ def load_oneflow() -> ModuleType:
         raise UserError(
             f"cannot run on OneFlow: its import fails ({text}); known to work together: {_WHEELS}"
         ) from error
+    send_at_once()
+    return module
 
 
 def preload_libraries() -> None:

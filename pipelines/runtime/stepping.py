@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from .load import load_oneflow
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
+
+if TYPE_CHECKING:
+    from .recording import Recorder
 
 __all__ = ["Ranks", "Stepper", "num_bytes"]
 
@@ -135,11 +138,51 @@ class Ranks:
 
 
 class Stepper(Ranks):
-    """Ranks that can log their communication steps."""
+    """Ranks that can log their communication steps, and record when they run.
+
+    Attributes:
+        recorder: Records the steps and layers that run (:mod:`.recording`); None: nothing is recorded.
+    """
 
     def __init__(self, num_ranks: int, backend: Backend, first_rank: int = 0):
         super().__init__(num_ranks, backend, first_rank)
         self._log: list[Step] | None = None
+        self.recorder: Recorder | None = None
+
+    # ---- Collectives, recorded ---------------------------------------------------------------------------------------
+
+    def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        run = super().all_gather
+        return self._recorded("all-gather", axis, axis.size, lambda t: run(t, axis, dim), x)
+
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        run = super().reduce_scatter
+        return self._recorded("reduce-scatter", axis, 1, lambda t: run(t, axis, dim), x)
+
+    def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
+        run = super().all_reduce
+        return self._recorded("all-reduce", axis, 1, lambda t: run(t, axis), x)
+
+    def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+        run = super().all_to_all
+        return self._recorded("all-to-all", axis, 1, lambda t: run(t, axis, split_dim, concat_dim), x)
+
+    def shift(self, x: Tensor, axis: Axis, backwards: bool = False) -> Tensor:
+        run = super().shift
+        return self._recorded("shift", axis, 1, lambda t: run(t, axis, backwards), x)
+
+    def reduce_between(self, x: Tensor, axes: Sequence[Axis], between: Callable[[Tensor], Tensor]) -> Tensor:
+        run = super().reduce_between
+        if self.recorder is None:
+            return run(x, axes, between)
+        with self.recorder.summing_gradients():
+            return run(x, axes, between)
+
+    def _recorded(self, collective: str, axis: Axis, factor: int, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a collective on ``factor`` times the bytes of ``x``, and record it if steps are recorded."""
+        if self.recorder is None:
+            return run(x)
+        return self.recorder.communicate(Step(Collective(collective), axis, float(num_bytes(x) * factor)), run, x)
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[list[Step]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ...times import Times
 from ..backend import HOST, Backend, place_buffers
 from ..load import load_oneflow
 from ..loss_scaling import INITIAL_SCALE, LossScaler
+from ..recording import RecordedWork, Recorder, Tracer
 from ..stage.model import PlannedModel
 from ..stage.tracing import Measure, TracedSection
 from .actions import BoundaryTensor
@@ -65,6 +67,7 @@ class PipelineTrainer:
         backend: Where tensors lie, and in which types the ranks compute. Default: CPU ranks in single precision.
         loss_scale: Scale of the loss in the first run, if the backend's types need one.
         warn: Called with warnings of one line about checkpoints, on rank 0 only. Default: print them on stderr.
+        tracer: Runs each run, and decides which ones are recorded. Default: none is, unless `run` is given a recorder.
 
     Attributes:
         rank: Number of this rank in the job.
@@ -93,6 +96,7 @@ class PipelineTrainer:
         backend: Backend = HOST,
         loss_scale: float = INITIAL_SCALE,
         warn: Callable[[str], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         if flow.env.get_world_size() != sum(schedule.widths):
             raise UserError(
@@ -103,6 +107,7 @@ class PipelineTrainer:
         self.num_updates = 0
         self.num_micro_batches = 0
         self.save_failure = ""
+        self._tracer = tracer
         self.scaler = LossScaler(loss_scale) if backend.scales_losses else None
         self._backend = backend
         agrees = self.scaler is not None
@@ -144,14 +149,42 @@ class PipelineTrainer:
             return ReplicaWeights(values, make_optimizer, backend)
         return ReplicaWeights(values, make_optimizer, backend, self._stages.layouts(stage), self._stages.stepper)
 
-    def run(self) -> RankReport:
-        """Run the schedule once, on the micro-batches after those of earlier runs; all ranks call."""
+    def run(self, recorder: Recorder | None = None) -> RankReport:
+        """Run the schedule once, on the micro-batches after those of earlier runs; all ranks call.
+
+        Args:
+            recorder: Records where the time goes, which makes the run slower; None: nothing is recorded.
+        """
+        if recorder is None and self._tracer is not None:
+            return self._tracer.run(self._run)
+        return self._run(recorder)
+
+    def _run(self, recorder: Recorder | None) -> RankReport:
+        """Run the schedule once; see `run`."""
         self._stages.first_micro_batch = self.num_micro_batches
-        report = execute(self._program, self._work, make_transport(self.lowered.compresses, self._backend))
+        transport = make_transport(self.lowered.compresses, self._backend)
+        if recorder is None:
+            report = execute(self._program, self._work, transport)
+        else:
+            with self._recording(recorder):
+                report = execute(self._program, RecordedWork(self._work, recorder), transport)
         self._update_scale()
         self.num_updates += self.lowered.schedule.num_updates
         self.num_micro_batches += self.lowered.schedule.num_micro_batches
         return report if self.scaler is None else replace(report, num_skipped=self.scaler.num_skipped)
+
+    @contextlib.contextmanager
+    def _recording(self, recorder: Recorder) -> Iterator[None]:
+        """Record the step that runs in this context."""
+        stepper = self._stages.stepper if isinstance(self._stages, PlannedStages) else None
+        if stepper is not None:
+            stepper.recorder = recorder
+        try:
+            with recorder.step():
+                yield
+        finally:
+            if stepper is not None:
+                stepper.recorder = None
 
     def _update_scale(self) -> None:
         """Change the scale of the loss after a run, by the updates that were skipped on any rank."""

@@ -18,6 +18,7 @@ from autoddl.costmodel.limits import MAX_TRAINING_PASSES
 
 from ...generators import generate
 from ...schedule import Schedule
+from ...spans import Recorded
 from ..ranks.launcher import RankPool
 from .checkpoint import prepare_directory
 from .problems import TrainingProblem
@@ -28,6 +29,7 @@ __all__ = [
     "Begun",
     "Ended",
     "Saved",
+    "Traced",
     "TrainingOptions",
     "TrainingResult",
     "TrainingStep",
@@ -55,6 +57,7 @@ class TrainingOptions:
         steps_per_checkpoint: Weight updates between checkpoints.
         precision: Precision, which CPU ranks run with wider types if it is a mixed one.
         device: Type of device.
+        traces: Whether the ranks record where the time of the last run goes.
     """
 
     problem: TrainingProblem
@@ -70,6 +73,7 @@ class TrainingOptions:
     steps_per_checkpoint: int = 10
     precision: str = "float32"
     device: str = CPU
+    traces: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,19 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Traced:
+    """A rank's report of where the time of its last run went.
+
+    Attributes:
+        recorded: What the rank did.
+        step_s: Median duration of the runs that were not recorded, without the first one; None if there are none.
+    """
+
+    recorded: Recorded
+    step_s: float | None
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """The result of a training.
 
@@ -151,6 +168,7 @@ class TrainingResult:
         device: Type of device that the ranks ran on.
         types: Types of activations and of stored weights.
         peak_memory_bytes: For each rank, its peak memory on its device (see `peakmemory`); None if unknown.
+        traced: For each rank, where the time of the last run went; empty if it was not recorded.
     """
 
     first_step: int
@@ -162,6 +180,7 @@ class TrainingResult:
     device: str = CPU
     types: tuple[str, str] = ("float32", "float32")
     peak_memory_bytes: tuple[int | None, ...] = ()
+    traced: tuple[Traced, ...] = ()
 
 
 def train(
@@ -207,6 +226,7 @@ def train(
         progress.begun.device,
         progress.begun.types,
         tuple(progress.peak_memory_bytes[rank] for rank in sorted(progress.peak_memory_bytes)),
+        tuple(progress.traced[rank] for rank in sorted(progress.traced)),
     )
 
 
@@ -256,6 +276,7 @@ class _Progress:
         losses: Mean losses of the steps that are complete.
         units_per_s: Throughput over these steps.
         peak_memory_bytes: Peak memory of each rank that has made all steps; None if unknown.
+        traced: Where the time of the last run went, of each rank.
     """
 
     def __init__(
@@ -271,6 +292,7 @@ class _Progress:
         self.losses: list[float] = []
         self.units_per_s = 0.0
         self.peak_memory_bytes: dict[int, int | None] = {}
+        self.traced: dict[int, Traced] = {}
         self._period = options.schedule.update_period
         self._units_per_step = self._period * options.micro_batch * options.problem.units_per_sample
         self._on_step = on_step
@@ -281,7 +303,10 @@ class _Progress:
         self._start_s: float | None = None
 
     def take(self, rank: int, value: Any) -> None:
-        """Process a rank's report: `Begun`, `Warned`, `Saved`, `Ended`, or (micro-batch, part of its mean loss, share of rows)."""
+        """Process a rank's report.
+
+        It is `Begun`, `Warned`, `Saved`, `Traced`, `Ended`, or (micro-batch, part of its mean loss, share of rows).
+        """
         if isinstance(value, Begun):
             if self._start_s is None:
                 self._start_s = time.monotonic()
@@ -294,6 +319,9 @@ class _Progress:
         if isinstance(value, Saved):
             self.unsaved = value.failure
             self.last_saved = self.last_saved if value.failure else value.num_updates
+            return
+        if isinstance(value, Traced):
+            self.traced[rank] = value
             return
         if isinstance(value, Ended):
             self.peak_memory_bytes[rank] = value.peak_memory_bytes

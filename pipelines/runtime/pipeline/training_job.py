@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
@@ -10,13 +12,17 @@ from ..backend import backend_of, type_name
 from ..load import load_oneflow
 from ..peakmemory import PeakMemory
 from ..ranks.rank import report
+from ..recording import Recorder
 from .report import RankReport
 from .trainer import PipelineTrainer
-from .training import Begun, Ended, Saved, TrainingOptions, Warned
+from .training import Begun, Ended, Saved, Traced, TrainingOptions, Warned
 
 flow: Any = load_oneflow()
 
 __all__ = ["train_on_rank"]
+
+#: Number of runs that are recorded, of which the last one counts: the first allocates what only recording needs.
+_RECORDED_RUNS = 2
 
 
 def train_on_rank(options: TrainingOptions) -> RankReport | None:
@@ -50,8 +56,14 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
     report(Begun(trainer.num_updates, backend.device, (type_name(backend.compute), type_name(backend.master))))
     last = None
     last_tried = trainer.num_updates  # updates before the latest attempt to save
+    recorder, seconds = Recorder(), []
     while trainer.num_updates < options.num_steps:
-        last = trainer.run()
+        num_left = (options.num_steps - trainer.num_updates) // options.schedule.num_updates
+        is_recorded = options.traces and num_left <= _RECORDED_RUNS
+        begun = time.monotonic()
+        last = trainer.run(recorder if is_recorded else None)
+        if not is_recorded:
+            seconds.append(time.monotonic() - begun)
         is_last = trainer.num_updates >= options.num_steps
         is_due = is_last or trainer.num_updates - last_tried >= options.steps_per_checkpoint
         if options.checkpoints is not None and is_due:
@@ -59,6 +71,8 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
             last_tried = trainer.num_updates  # even if it failed: the next attempt comes when it is due
             if trainer.rank == 0:
                 report(Saved(trainer.num_updates, trainer.save_failure))
+    if options.traces and last is not None:
+        report(Traced(recorder.record(), statistics.median(seconds[1:]) if len(seconds) > 1 else None))
     report(Ended(memory.read()))
     return last
 

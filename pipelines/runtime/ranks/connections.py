@@ -1,13 +1,15 @@
-"""Lists the TCP sockets of a network namespace, read from ``/proc/PID/net/tcp``. Nothing is sent."""
+"""The TCP sockets of a network namespace, read from ``/proc/PID/net/tcp``, and those of this process."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Socket", "connections", "port_of"]
+__all__ = ["Socket", "connections", "port_of", "send_at_once"]
 
 
 class Socket(NamedTuple):
@@ -40,3 +42,22 @@ def connections(pid: int | str = "self") -> Iterator[Socket]:
 def port_of(address: str) -> int:
     """Return the port of an address of a `Socket`."""
     return int(address.rpartition(":")[2], 16)
+
+
+def send_at_once() -> int:
+    """Have all TCP connections of this process send small messages at once (TCP_NODELAY); returns the number of changed ones.
+
+    OneFlow 0.9.0 sets the option on the ranks that connect, not on those that accept. A message is several small writes. Without
+    the option each of them waits until the other host has acknowledged the one before, which costs two latencies of the link.
+    """
+    changed = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                is_connection = own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM
+                if is_connection and not own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
+                    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    changed += 1
+    return changed

@@ -32,6 +32,7 @@ from ..images import images_of, images_of_tiles, pixel_rows, tile_rows
 from ..layers import Body, build_body, build_feed
 from ..load import load_oneflow
 from ..operations import checkpoint
+from ..recording import LayerRanks
 from ..runningstats import RunningStatistics
 from ..setting import Batch, LayerSetting
 from ..shards import attach_weights
@@ -268,13 +269,18 @@ class Stage:
         for ready in section.layers:
             own = [position for position in ready.weight_positions if position not in tensors]
             axes = self._held_axes.get(ready.name, ())
-            tensors.update(zip(own, attach_weights([weights[position] for position in own], axes, self.stepper)))
+            recorder = self.stepper.recorder
+            ranks: Any = self.stepper if recorder is None else LayerRanks(self.stepper, recorder, ready.name)
+            tensors.update(zip(own, attach_weights([weights[position] for position in own], axes, ranks)))
         return [tensors[position] for position in positions]
 
     def _run_alone(
         self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Mapping[int, Tensor], batch: Batch
     ) -> Tensor:
         """Redistribute a layer's inputs, and run the layer; ``weights`` are those of its section, by position."""
+        recorder = self.stepper.recorder
+        if recorder is not None:
+            inputs = recorder.begin_layer(ready.name, inputs)
         arrived = []
         for name, x in zip(ready.producers, inputs):
             source = self._strategies[name]
@@ -288,7 +294,7 @@ class Stage:
         if flow.is_grad_enabled() and not y.requires_grad and y.is_floating_point():
             # All parameters so far are frozen. The backward pass of what follows is priced, and run, as if they were not.
             y.requires_grad_(True)
-        return y
+        return y if recorder is None else recorder.end_layer(ready.name, y)
 
     def _redistributed(self, x: Tensor, producer: str, reader: ReadyLayer, samples: int) -> Tensor:
         """Redistribute a producer's output for a reader."""
