@@ -168,10 +168,13 @@ def processor() -> str:
 
 
 def host_busy_s() -> float:
-    """Total busy seconds of all cores of this host, including time stolen by a hypervisor; 0 if unknown."""
+    """Total seconds that programs have used of all cores of this host, and a hypervisor has stolen; 0 if unknown.
+
+    The time of the system itself is left out: that for the messages of ranks cannot be told from that for other processes.
+    """
     try:
         with open("/proc/stat", encoding="ascii") as file:
-            user, nice, system, _, _, interrupts, soft, stolen, *_ = map(int, file.readline().split()[1:])
+            user, nice, _, _, _, _, _, stolen, *_ = map(int, file.readline().split()[1:])
     except (OSError, ValueError):
         return 0.0
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
+    return (user + nice + stolen) / os.sysconf("SC_CLK_TCK")

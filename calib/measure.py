@@ -12,7 +12,8 @@ Before the first round the largest product runs until its times settle, which br
 runs until its times settle before it is timed for the first time, and once before each later block.  Settings are visited in
 rounds, in *blocks* of a few repetitions, in a new random order in each round.  So drift (clocks, temperature, other users of the
 machine) spreads over all settings, and an interrupted run has samples of each.  Consecutive blocks form *stretches* of a quarter of
-a second, long enough to read from the system's clocks how much CPU time other processes used.  If that is more than a twentieth of
+a second, long enough to read from the system's clocks how much CPU time other programs used (ranks of other hosts on the same
+machine, as containers are, are not other ones).  If that is more than a twentieth of
 the cores of CPU ranks, a repetition is kept but counts as a third, so that the setting is visited again.
 
 All groups along an axis communicate at the same time, as in a plan.  Tensors have the shapes of layers: features are gathered and
@@ -253,8 +254,8 @@ class SharedClock:
         return foreign_share(self._last - self._start, self.hosts.machines, self._machine_cores)
 
     def _readings(self) -> np.ndarray:
-        """(seconds since the start, CPU seconds of this process, CPU seconds of the whole host)."""
-        return np.array([time.monotonic() - self._zero, time.process_time(), host_busy_s()])
+        """(Seconds since the start, CPU seconds of this process, CPU seconds of all processes of the host), without the system's."""
+        return np.array([time.monotonic() - self._zero, os.times().user, host_busy_s()])
 
 
 def foreign_share(readings: np.ndarray, machines: Sequence[int], num_cores: int) -> float:
@@ -263,7 +264,7 @@ def foreign_share(readings: np.ndarray, machines: Sequence[int], num_cores: int)
     Ranks of all hosts of a machine (containers that share its kernel) are own ones: its clock counts them all.
 
     Args:
-        readings: of each rank, seconds that passed, CPU seconds of the rank, and busy seconds of all cores of its machine; shape
+        readings: of each rank, seconds that passed, CPU seconds of the rank, and those of all programs of its machine; shape
             (ranks, 3).
         machines: number of each rank's machine.
         num_cores: number of cores that the ranks of a machine share; 0 if they are not measured.

@@ -1,0 +1,90 @@
+"""Experiment "pipelines": schedules on wires slow enough to matter, measured beside the simulation with calibrated transfers.
+
+Stages sleep in place of computing, since the cores are fewer than the ranks; messages, sums of gradients and their order are real.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from cluster_common import ClusterSize, calibrated, launch_words, run, show, started
+
+import autoddl
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.distribution import Axis
+from autoddl.pipelines import Times, generate, simulate
+from autoddl.pipelines.runtime.pipeline.lowering import lower
+from autoddl.pipelines.runtime.pipeline.report import combine
+
+__all__ = ["pipelines"]
+
+JOB = Path(__file__).with_name("pipeline_job.py")
+ROWS = 4
+FAMILIES = (
+    ("gpipe", {}),
+    ("1f1b", {}),
+    ("chimera", {}),
+    ("zero-bubble", {}),
+    ("wpipe", {"iterations": 3}),
+)
+
+
+def pipelines(
+    size: ClusterSize, budget_s: float, forward_s: float, boundary_bytes: int, gradient_bytes: int, repeats: int
+) -> list[tuple[str, float, float]]:
+    """Run every family with as many micro-batches as stages, and twice as many; returns (name, simulated, measured) [s]."""
+    num_stages = size.num_hosts * size.ranks_per_host
+    found, rows = [], []
+    with started(size) as (cluster, folder):
+        path = calibrated(cluster, folder, budget_s, "4KiB:4MiB")
+        link = load_cluster(path).levels[0].link
+        options = {"nodes": size.num_hosts, "devices_per_node": size.ranks_per_host, "batch": 8, "quiet": True}
+        autoddl.plan("mlp:64,64", cluster="local-cpu", **options).save(folder / "plan.json")
+        for name, more in FAMILIES:
+            for num_micro_batches in (num_stages, 2 * num_stages):
+                schedule = generate(name, num_stages=num_stages, num_micro_batches=num_micro_batches, **more)
+                reduced = Step(Collective.ALL_REDUCE, Axis(schedule.num_pipelines, 1, 0), gradient_bytes)
+                times = Times.of(
+                    num_stages,
+                    forward=forward_s,
+                    backward=2 * forward_s,
+                    transfer=boundary_bytes / link.bandwidth,
+                    transfer_latency=link.latency_s,
+                    all_reduce=link.time(reduced) if schedule.num_pipelines > 1 else 0.0,
+                )
+                lowered = lower(schedule, ROWS, times=times)
+                elements = [boundary_bytes // 4 // ROWS] * (num_stages - 1), [gradient_bytes // 4] * num_stages
+                (folder / "specification").write_bytes(pickle.dumps((lowered, times, *elements, repeats)))
+                run(
+                    cluster,
+                    "launch",
+                    "plan.json",
+                    str(JOB),
+                    *launch_words(cluster),
+                    "--",
+                    "specification",
+                    folder=folder,
+                )
+                reports = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(num_stages)]
+                makespans = sorted(combine(schedule, each).timeline.makespan for each in zip(*reports))
+                simulated, measured = simulate(schedule, times).makespan, makespans[len(makespans) // 2]
+                found.append((f"{name}, {num_micro_batches} micro-batches", simulated, measured))
+                per_step = schedule.num_updates
+                rows.append(
+                    (
+                        name,
+                        str(num_micro_batches),
+                        f"{simulated / per_step:.2f} s",
+                        f"{measured / per_step:.2f} s",
+                        f"{measured / simulated:.3f}",
+                    )
+                )
+    title = f"Schedules of {num_stages} sleeping stages (forward {forward_s:g} s, backward {2 * forward_s:g} s, {boundary_bytes / 1e6:.2f} MB a boundary), per step"
+    show(
+        f"{title}: {size.described()}",
+        ("schedule", "micro-batches", "simulated", "measured", "measured / simulated"),
+        rows,
+    )
+    return found

@@ -1,0 +1,79 @@
+"""Experiment "slow": a wire of a quarter of the bandwidth, and a host with a fraction of a core.
+
+Each cluster is calibrated. The plan for the cluster as it was, and the plan for the cluster as it is, then run there in one job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cluster_common import ClusterSize, Link, calibrated, show, started
+from cluster_job import Way
+from cluster_ways import CASES, Case, measured
+
+import autoddl
+from autoddl.costmodel.assessment import assess
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.units import format_seconds
+
+__all__ = ["slow"]
+
+
+def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int) -> None:
+    """Compare plans on the cluster as it was, with a slow wire, and with a slow host."""
+    last = size.hosts[-1]
+    slow_wire = Link(size.wire.bandwidth / 4, size.wire.latency_s)
+    changed = (
+        ("as it was", size),
+        ("a slow wire", replace(size, other_wires={last: slow_wire})),
+        ("a slow host", replace(size, cores={last: 0.2})),
+    )
+    case, rows, before = CASES[0], [], None
+    for name, now in changed:
+        with started(now) as (cluster, folder):
+            path = calibrated(cluster, folder, budget_s, sizes)
+            here = load_cluster(path)
+            plan = _plan(case, path)
+            before = before or plan
+            both = [Way("plan for it", "autoddl", plan.workload, plan.strategies)]
+            if before is not plan:
+                both.append(Way("plan for the cluster as it was", "autoddl", before.workload, before.strategies))
+            results = measured(cluster, case, plan, both, folder, rounds, steps)
+            own = results[both[0].name].median_s
+            for way in both:
+                price = assess(case.built_in.graph(), here, way.workload, way.strategies).step_s
+                seconds = results[way.name].median_s
+                rate = here.device.peak_flops["float32"] * here.device.matmul_efficiency
+                rows.append(
+                    (
+                        name,
+                        way.name,
+                        f"{here.levels[0].link.bandwidth / 1e6:.1f} MB/s",
+                        f"{rate / 1e9:.1f} GFLOP/s",
+                        " ".join(str(strategy) for strategy in way.strategies.values()),
+                        format_seconds(price),
+                        format_seconds(seconds),
+                        f"{seconds / price:.2f}",
+                        f"{seconds / own:.2f}x",
+                    )
+                )
+    headings = (
+        "cluster",
+        "plan",
+        "wire found",
+        "rate found",
+        "strategies",
+        "predicted",
+        "measured",
+        "measured / predicted",
+        "to its own plan",
+    )
+    title = f"{case.name}, batch {case.batch}: {size.described()}; slow wire: {last} at a quarter, slow host: {last} with 0.2 cores"
+    show(title, headings, rows, 2)
+
+
+def _plan(case: Case, path: Path) -> autoddl.Plan:
+    return autoddl.plan(
+        case.built_in.graph(), cluster=path, batch=case.batch, optimizer="sgd", precision="float32", quiet=True
+    )

@@ -1,0 +1,147 @@
+"""Experiment "ways": our plan, OneFlow's auto-parallel, and the families, each tuned over its own freedom, in one job.
+
+What every rank does is in `cluster_job`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+from cluster_common import ClusterSize, EmulatedCluster, calibrated, run, show, started
+from cluster_job import Result, Specification, Way
+
+import autoddl
+from autoddl.costmodel.assessment import Assessment, assess
+from autoddl.costmodel.cluster import Cluster, load_cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.costmodel.workload import Workload
+from autoddl.search.baselines import baselines
+from autoddl.zoo.builtin import BuiltIn, MLPSizes
+
+__all__ = ["CASES", "Case", "best_of_family", "measured", "ways", "ways_of"]
+
+JOB = Path(__file__).with_name("cluster_job.py")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its batch."""
+
+    name: str
+    built_in: BuiltIn
+    batch: int
+
+
+CASES = (
+    Case("perceptron, small batch", BuiltIn("mlp", MLPSizes((1024, 4096, 4096, 1024))), 64),
+    Case("perceptron, large batch", BuiltIn("mlp", MLPSizes((512, 1024, 1024, 512))), 1024),
+)
+
+
+# ---- Ways ----------------------------------------------------------------------------------------------------------------
+
+
+def best_of_family(graph: LayerGraph, cluster: Cluster, name: str, batch: int) -> tuple[Assessment, Way] | None:
+    """The best member of a family on a cluster, over its meshes and micro-batches; None if none divides the model."""
+    best: tuple[float, Assessment, Way] = (inf, None, None)  # type: ignore[assignment]
+    for member in baselines(graph, cluster.level_sizes):
+        if member.name != name:
+            continue
+        for micro_batch in (size for size in (batch, batch // 2, batch // 4) if size):
+            workload = Workload(batch, micro_batch, "float32", optimizer="sgd")
+            try:
+                found = assess(graph, cluster, workload, member.strategies)
+            except UserError:
+                continue
+            if found.step_s < best[0]:
+                best = found.step_s, found, Way(f"{name} ({member.mesh})", "autoddl", workload, member.strategies)
+    return None if best[1] is None else best[1:]
+
+
+def ways_of(case: Case, path: Path) -> tuple[autoddl.Plan, list[Way], dict[str, Assessment]]:
+    """Our plan, all ways, and the price of each that has one."""
+    graph, cluster = case.built_in.graph(), load_cluster(path)
+    plan = autoddl.plan(graph, cluster=path, batch=case.batch, optimizer="sgd", precision="float32", quiet=True)
+    ours = Way("AutoDDL", "autoddl", plan.workload, plan.strategies)
+    ways, prices = [ours], {ours.name: assess(graph, cluster, plan.workload, plan.strategies)}
+    ways.append(replace(ours, name="AutoDDL, nn.Graph", runtime="graph"))
+    for family in ("data parallel", "megatron", "summa"):
+        found = best_of_family(graph, cluster, family, case.batch)
+        if found is not None:
+            price, way = found
+            ways += [way, replace(way, name=f"{family}, nn.Graph", runtime="graph")]
+            prices[way.name] = price
+    ways.append(Way("OneFlow auto-parallel", "auto-parallel", Workload(case.batch, case.batch, "float32")))
+    return plan, ways, prices
+
+
+def measured(
+    cluster: EmulatedCluster, case: Case, plan: autoddl.Plan, ways: Sequence[Way], folder: Path, rounds: int, steps: int
+) -> dict[str, Result]:
+    """Run all ways in one job."""
+    plan.save(folder / "plan.json")
+    (folder / "specification").write_bytes(pickle.dumps(Specification(case.built_in, tuple(ways), rounds, steps)))
+    words = [
+        "--ssh",
+        cluster.ssh,
+        "--hosts",
+        ",".join(cluster.size.hosts),
+        "--log-dir",
+        "logs",
+        "--stall-timeout",
+        "300",
+    ]
+    script = [str(JOB), *words, "--force", "--", "specification", "result"]
+    run(cluster, "launch", "plan.json", *script, folder=folder)
+    results: dict[str, Result] = pickle.loads((folder / "result").read_bytes())
+    return results
+
+
+def rows_of(
+    ways: Sequence[Way], prices: Mapping[str, Assessment], results: Mapping[str, Result]
+) -> list[tuple[str, ...]]:
+    """A row for each way, with its times as multiples of our plan's."""
+    own = results["AutoDDL"].median_s
+    rows = []
+    for way in ways:
+        result, price = results[way.name], prices.get(way.name)
+        if result.fault:
+            rows.append((way.name, "-", "-", "-", "-", "-", result.fault[:60]))
+            continue
+        seconds = result.median_s
+        rows.append(
+            (
+                way.name,
+                format_bytes(price.sent_bytes) if price else "-",
+                format_seconds(price.step_s) if price else "-",
+                format_seconds(seconds),
+                f"{seconds / price.step_s:.2f}" if price else "-",
+                f"{seconds / own:.2f}x",
+                f"loss {result.losses[-1]:.5f}",
+            )
+        )
+    return rows
+
+
+HEADINGS = ("way", "sent by a rank", "predicted", "measured", "measured / predicted", "to AutoDDL", "")
+
+
+def ways(
+    size: ClusterSize, only: str, calibration: Path | None, budget_s: float, sizes: str, rounds: int, steps: int
+) -> None:
+    """Run all ways of the models whose name holds a text."""
+    with started(size) as (cluster, folder):
+        path = (calibration or calibrated(cluster, folder, budget_s, sizes)).resolve()
+        for case in (case for case in CASES if only in case.name):
+            plan, found, prices = ways_of(case, path)
+            results = measured(cluster, case, plan, found, folder, rounds, steps)
+            title = (
+                f"{case.name} ({case.built_in.family} {case.built_in.sizes}), batch {case.batch}: {size.described()}"
+            )
+            show(title, HEADINGS, rows_of(found, prices, results))
