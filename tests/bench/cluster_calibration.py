@@ -1,13 +1,11 @@
 """Experiment "calibration": what `autoddl calibrate` finds on links of set latency and bandwidth.
 
-The latency of a message is not that of the link: OneFlow's transport sends a notice, a request, the data and an acknowledgement, one
-after the other, so a message takes four trips; and ranks need some time of their own, which is measured on links without limits
-(the floor). Ranks of a host share its wire, so each has its part of the bandwidth.
+The latency of a message is not that of the link: OneFlow's transport sends a notice, a request, the data and an acknowledgement,
+one after the other, so a message takes four trips; and ranks need some time of their own, which is measured on links without
+limits (the floor). Ranks of a host share its wire, so each has its part of the bandwidth.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from cluster_common import ClusterSize, Link, calibrated, show, started
 
@@ -19,6 +17,18 @@ from autoddl.costmodel.units import format_seconds
 __all__ = ["calibration"]
 
 TRIPS = 4
+HEADINGS = (
+    "hosts x ranks",
+    "level",
+    "latency set",
+    "floor",
+    "found",
+    "found / (4 set + floor)",
+    "bandwidth set",
+    "found",
+    "found / set",
+    "held-out error",
+)
 #: Clusters with links of different kinds: hosts, ranks, (bandwidth [bytes/s], latency [s]) of wires and inside hosts.
 CLUSTERS = (
     ClusterSize(2, 1, Link(37.5e6, 5e-3)),
@@ -59,24 +69,8 @@ def calibration(budget_s: float, sizes: str) -> None:
                     f"{_held_out_error(fit, level.name):.1%}",
                 )
             )
-    headings = (
-        "hosts x ranks",
-        "level",
-        "latency set",
-        "floor",
-        "found",
-        "to 4 set + floor",
-        "bandwidth set",
-        "found",
-        "ratio",
-        "held-out error",
-    )
-    show(
-        "What calibrate finds: latency of a message, bandwidth of a rank, both of point-to-point transfers",
-        headings,
-        rows,
-        2,
-    )
+    title = "What calibrate finds: latency of a message, bandwidth of a rank, both of point-to-point transfers"
+    show(title, HEADINGS, rows, 2)
 
 
 def _held_out_error(fit: Fit, name: str) -> float:
@@ -85,8 +79,3 @@ def _held_out_error(fit: Fit, name: str) -> float:
 
     (level,) = (one for one in fit.levels if one.level == name)
     return float(np.median([one.error for one in level.held_out]))
-
-
-def samples_of(path: Path) -> int:
-    """Number of samples of a calibration."""
-    return len(read_samples(path.with_suffix(".csv")))

@@ -113,7 +113,8 @@ def _figures(run: Run, losses: dict[int, float]) -> tuple[str, ...]:
     after = [(now, line) for now, line in run.said if now > run.disturbed_at]
     noticed = f"{after[0][0] - run.disturbed_at:.1f} s" if after else "not"
     numbers = [number for _, number, _ in run.steps]
-    later = [now for now, _, _ in run.steps if now > run.disturbed_at]
+    since = after[0][0] if after else run.disturbed_at
+    later = [now for now, _, _ in run.steps if now > since]
     resumed = f"{later[0] - run.disturbed_at:.1f} s" if later else "-"
     lost = len(numbers) - len(set(numbers))
     same = all(abs(loss / losses[number] - 1) < 1e-5 for _, number, loss in run.steps) and set(numbers) == set(losses)

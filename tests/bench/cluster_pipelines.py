@@ -71,20 +71,10 @@ def pipelines(
                 makespans = sorted(combine(schedule, each).timeline.makespan for each in zip(*reports))
                 simulated, measured = simulate(schedule, times).makespan, makespans[len(makespans) // 2]
                 found.append((f"{name}, {num_micro_batches} micro-batches", simulated, measured))
-                per_step = schedule.num_updates
-                rows.append(
-                    (
-                        name,
-                        str(num_micro_batches),
-                        f"{simulated / per_step:.2f} s",
-                        f"{measured / per_step:.2f} s",
-                        f"{measured / simulated:.3f}",
-                    )
-                )
-    title = f"Schedules of {num_stages} sleeping stages (forward {forward_s:g} s, backward {2 * forward_s:g} s, {boundary_bytes / 1e6:.2f} MB a boundary), per step"
-    show(
-        f"{title}: {size.described()}",
-        ("schedule", "micro-batches", "simulated", "measured", "measured / simulated"),
-        rows,
-    )
+                steps = schedule.num_updates
+                seconds = f"{simulated / steps:.2f} s", f"{measured / steps:.2f} s"
+                rows.append((name, str(num_micro_batches), *seconds, f"{measured / simulated:.3f}"))
+    durations = f"forward {forward_s:g} s, backward {2 * forward_s:g} s, {boundary_bytes / 1e6:.2f} MB a boundary"
+    title = f"Schedules of {num_stages} sleeping stages ({durations}), per step: {size.described()}"
+    show(title, ("schedule", "micro-batches", "simulated", "measured", "measured / simulated"), rows)
     return found

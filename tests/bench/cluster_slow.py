@@ -19,6 +19,18 @@ from autoddl.costmodel.units import format_seconds
 
 __all__ = ["slow"]
 
+HEADINGS = (
+    "cluster",
+    "plan",
+    "wire found",
+    "rate found",
+    "strategies",
+    "predicted",
+    "measured",
+    "measured / predicted",
+    "to its own plan",
+)
+
 
 def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int) -> None:
     """Compare plans on the cluster as it was, with a slow wire, and with a slow host."""
@@ -44,7 +56,7 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
             for way in both:
                 price = assess(case.built_in.graph(), here, way.workload, way.strategies).step_s
                 seconds = results[way.name].median_s
-                rate = here.device.peak_flops["float32"] * here.device.matmul_efficiency
+                rate = here.device.peak("float32") * here.device.efficiency
                 rows.append(
                     (
                         name,
@@ -58,19 +70,8 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
                         f"{seconds / own:.2f}x",
                     )
                 )
-    headings = (
-        "cluster",
-        "plan",
-        "wire found",
-        "rate found",
-        "strategies",
-        "predicted",
-        "measured",
-        "measured / predicted",
-        "to its own plan",
-    )
-    title = f"{case.name}, batch {case.batch}: {size.described()}; slow wire: {last} at a quarter, slow host: {last} with 0.2 cores"
-    show(title, headings, rows, 2)
+    slowed = f"slow wire: {last} at a quarter, slow host: {last} with 0.2 cores"
+    show(f"{case.name}, batch {case.batch}: {size.described()}; {slowed}", HEADINGS, rows, 2)
 
 
 def _plan(case: Case, path: Path) -> autoddl.Plan:
