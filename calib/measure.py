@@ -10,11 +10,12 @@ does local work on GPUs, where a step launches kernels without waiting for each.
 
 Before the first round the largest product runs until its times settle, which brings the clocks of devices up; each operation also
 runs until its times settle before it is timed for the first time, and once before each later block.  Settings are visited in
-rounds, in *blocks* of a few repetitions, in a new random order in each round.  So drift (clocks, temperature, other users of the
+rounds, in *blocks* of a few repetitions, in a new random order in each round; in the first one, the smallest and largest sizes of
+each collective come first, so that a short run determines the fit, too.  So drift (clocks, temperature, other users of the
 machine) spreads over all settings, and an interrupted run has samples of each.  Consecutive blocks form *stretches* of a quarter of
 a second, long enough to read from the system's clocks how much CPU time other programs used (ranks of other hosts on the same
-machine, as containers are, are not other ones).  If that is more than a twentieth of
-the cores of CPU ranks, a repetition is kept but counts as a third, so that the setting is visited again.
+machine, as containers are, are not other ones).  If that is more than a twentieth of the cores of CPU ranks, a repetition is kept
+but counts as a third, so that the setting is visited again.
 
 All groups along an axis communicate at the same time, as in a plan.  Tensors have the shapes of layers: features are gathered and
 scattered along the last dimension, gradients are reduced as vectors.
@@ -49,6 +50,8 @@ DISTURBED = 0.05
 #: Weight of a disturbed repetition.
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
+#: An operation that takes longer needs one call to warm up [s].
+_LONG_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,12 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
     levels = [hosts.level(s.ranks, s.stride) if s.ranks > 1 else "device" for s in options.settings]
     numbers = [0] * len(levels)
     shuffler = random.Random(options.seed)
+    precedence = _precedence(options.settings)
     operations.raise_clocks([options.settings[i] for i in range(len(levels)) if done[i] < options.repetitions])
     while True:
         order = [i for i, level in enumerate(levels) if level is not None and done[i] < options.repetitions]
         shuffler.shuffle(order)
+        order.sort(key=lambda i: precedence[i] if not done[i] else 0)
         if not order:
             return sum(numbers), False
         while order:
@@ -115,6 +120,23 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
                 keep(samples)
             if clock.is_over:
                 return sum(numbers), True
+
+
+def _precedence(settings: Sequence[TimedSetting]) -> list[int]:
+    """When each setting has its turn among those that were not measured yet, the lowest first.
+
+    The smallest and the largest size of every collective come before those between them: they tell latency from bandwidth, if the
+    budget is used up within the first round.
+    """
+    sizes: dict[tuple[str, int, int, str], list[int]] = {}
+    for one in settings:
+        sizes.setdefault((one.collective, one.ranks, one.stride, one.precision), []).append(one.num_bytes)
+    result = []
+    for one in settings:
+        own = sorted(sizes[one.collective, one.ranks, one.stride, one.precision])
+        extremes, middle = (own[0], own[-1]), own[len(own) // 2]
+        result.append(0 if one.num_bytes in extremes else 1 if one.num_bytes == middle else 2)
+    return result
 
 
 class _Operations:
@@ -232,7 +254,12 @@ class SharedClock:
         return self.slowest(self._seconds(run, repetitions + 1)[1:])
 
     def warm_up(self, run: Callable[[], Any]) -> int:
-        """Repeat until the times of the slowest rank settle; returns the number of windows.  Every rank calls."""
+        """Repeat until the times of the slowest rank settle; returns the number of windows.  Every rank calls.
+
+        What takes long (a large message on a slow wire) is warm after one call.
+        """
+        if self.slowest(self._seconds(run, 1))[0] >= _LONG_S:
+            return 1
         return warm_up(lambda num: self.slowest(self._seconds(run, num)))
 
     def _seconds(self, run: Callable[[], Any], repetitions: int) -> np.ndarray:
@@ -254,7 +281,7 @@ class SharedClock:
         return foreign_share(self._last - self._start, self.hosts.machines, self._machine_cores)
 
     def _readings(self) -> np.ndarray:
-        """(Seconds since the start, CPU seconds of this process, CPU seconds of all processes of the host), without the system's."""
+        """(Seconds since the start, CPU seconds of this process, those of all processes of the host), without the system's own."""
         return np.array([time.monotonic() - self._zero, os.times().user, host_busy_s()])
 
 

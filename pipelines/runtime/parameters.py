@@ -12,9 +12,9 @@ Measured on OneFlow 0.9.0, CPU ranks: SGD, momentum, Adam and AdamW on such tens
 nothing.  OneFlow's ``clip_grad_norm_`` is correct on parameters of one mesh (`common_mesh`), but gathers all gradients.  LAMB
 cannot be used on split global tensors: OneFlow updates a re-boxed copy, which is lost without an error.
 
-**Gradients.**  All parameters of a layer whose gradients are summed over the same ranks pass through one autograd node, whose
-outputs are the local tensors.  When the gradients of all of them have been computed, including those from tied layers, the node
-concatenates and sums them in one run of the steps of :func:`autoddl.costmodel.collectives.all_reduce_steps`.  While gradients
+**Gradients.**  The parameters of consecutive layers whose gradients are summed over the same ranks pass through one autograd node,
+whose outputs are the local tensors.  When the gradients of all of them have been computed, including those from tied layers, the
+node concatenates and sums them in one run of the steps of :func:`autoddl.costmodel.collectives.all_reduce_steps`.  While gradients
 accumulate over micro-batches (`AppliedModule.no_sync`), layers use separate leaves that share the storage.  The node adds the
 gradients that these leaves have accumulated.
 
@@ -25,7 +25,7 @@ it.  A value that is changed in another way, other than by ``load_state_dict``, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -37,14 +37,23 @@ from .comm.layouts import ParameterLayout
 from .detaching import detached
 from .load import load_oneflow
 from .shards import HeldWeight, attach_weights, gather_shards, readable_weights, scatter_sum, update_shards
-from .stepping import Ranks
+from .stepping import Ranks, num_bytes
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["ParameterGroup", "StoredParameter", "parameter_groups", "sum_gradients", "whole_value"]
+__all__ = [
+    "ParameterGroup",
+    "StoredParameter",
+    "bucketed_groups",
+    "parameter_groups",
+    "sum_gradients",
+    "whole_value",
+]
 
 Tensor = Any
+#: Gradients that are summed together are at least as large, apart from the last ones.
+BUCKET_BYTES = 4 * 2**20
 
 
 def whole_value(layout: ParameterLayout, shard: Tensor, ranks: Ranks) -> np.ndarray:
@@ -164,8 +173,29 @@ def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tup
     )
 
 
+def bucketed_groups(layers: Iterable[Sequence[StoredParameter]], ranks: Ranks) -> tuple[ParameterGroup, ...]:
+    """Group the parameters of consecutive layers, so that their gradients are summed in few large vectors.
+
+    Every sum sends the same bytes, but also messages, whose latency does not depend on the size.  A group is complete when it holds
+    `BUCKET_BYTES`; then its sum can begin while the backward pass goes on.  Divided parameters are grouped layer by layer, since
+    layers gather them.
+    """
+    groups: list[ParameterGroup] = []
+    buckets: dict[tuple[Axis, ...], list[StoredParameter]] = {}
+    for parameters in layers:
+        for group in parameter_groups(parameters, ranks):
+            if isinstance(group, DividedGroup) or not group.reduced:
+                groups.append(group)
+                continue
+            bucket = buckets.setdefault(group.reduced, [])
+            bucket += group.parameters
+            if sum(num_bytes(parameter.leaf) for parameter in bucket) >= BUCKET_BYTES:
+                groups.append(ParameterGroup(buckets.pop(group.reduced), group.reduced, ranks))
+    return (*groups, *(ParameterGroup(bucket, axes, ranks) for axes, bucket in buckets.items()))
+
+
 class ParameterGroup:
-    """Parameters of one layer whose gradients are summed together.
+    """Parameters of one or several layers whose gradients are summed together.
 
     Args:
         parameters: The parameters.

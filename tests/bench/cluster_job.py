@@ -90,7 +90,7 @@ class Result:
 
 
 def main() -> None:
-    """Run all ways; rank 0 writes a `Result` for each."""
+    """Run all ways; rank 0 writes the fields of a `Result` for each."""
     from autoddl.calib.hosts import exchange
     from autoddl.pipelines.runtime.load import load_oneflow
 
@@ -121,7 +121,7 @@ def main() -> None:
             if flow.env.get_rank() == 0:
                 print(f"round {number + 1}, {name}: {np.median(results[name].seconds[-1]):.3f} s", flush=True)
     if flow.env.get_rank() == 0:
-        Path(sys.argv[2]).write_bytes(pickle.dumps(results))
+        Path(sys.argv[2]).write_bytes(pickle.dumps({name: vars(result) for name, result in results.items()}))
 
 
 def _batch(specification: Specification) -> tuple[np.ndarray, ...]:

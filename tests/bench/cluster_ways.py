@@ -99,8 +99,8 @@ def measured(
     ]
     script = [str(JOB), *words, "--force", "--", "specification", "result"]
     run(cluster, "launch", "plan.json", *script, folder=folder)
-    results: dict[str, Result] = pickle.loads((folder / "result").read_bytes())
-    return results
+    results = pickle.loads((folder / "result").read_bytes())
+    return {name: Result(**fields) for name, fields in results.items()}
 
 
 def rows_of(

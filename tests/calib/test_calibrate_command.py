@@ -19,7 +19,7 @@ from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.devices import shapes_on
 from autoddl.calib.hosts import Hosts
-from autoddl.calib.measure import foreign_share
+from autoddl.calib.measure import _precedence, foreign_share
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.calib.settings import TimedSetting, settings_of
 from autoddl.costmodel.cluster import load_cluster
@@ -69,6 +69,16 @@ def test_settings_cover_every_axis():
     # Three ranks share whole rows: as many bytes as possible below the size that was asked for.
     (odd,) = settings_of(3, [65536], ["reduce-scatter"])
     assert odd.num_bytes % 9 == 0 and 0.9 * 65536 < odd.num_bytes <= 65536
+
+
+def test_a_short_run_determines_the_fit():
+    """In the first round the smallest and the largest size of every collective come first, then those in the middle."""
+    settings = settings_of(4, [4**k for k in range(6, 11)], ["all-gather", "point-to-point"])
+    ranks = {(s.collective, s.ranks, s.stride): {} for s in settings}
+    for setting, place in zip(settings, _precedence(settings)):
+        ranks[setting.collective, setting.ranks, setting.stride][setting.num_bytes] = place
+    for places in ranks.values():
+        assert [places[size] for size in sorted(places)] == [0, 2, 1, 2, 0]
 
 
 def test_small_collectives_run_back_to_back():

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..comm.layouts import coarsest_mesh, common_mesh, split_dims
 from ..load import load_oneflow
-from ..parameters import StoredParameter, parameter_groups
+from ..parameters import StoredParameter, bucketed_groups
 from .model import StoredWeight
 from .stage import Stage
 
@@ -30,7 +30,7 @@ class GlobalWeights:
     Attributes:
         stage: Stage that uses the weights.
         parameters: Parameters, by the name under which each is stored.
-        groups: For each layer, the parameters that it is the first to use, grouped by the axes over which gradients are summed.
+        groups: The parameters, grouped by the axes over which gradients are summed, several layers together.
     """
 
     def __init__(self, stage: Stage, values: Mapping[str, np.ndarray]) -> None:
@@ -42,7 +42,7 @@ class GlobalWeights:
         for name, stored in stage.weights.stored.items():
             self.parameters[name] = self._parameter(stored)
             own[stored.layer].append(self.parameters[name])
-        self.groups = {layer: parameter_groups(of_layer, stage.stepper) for layer, of_layer in own.items()}
+        self.groups = bucketed_groups(own.values(), stage.stepper)
         self.assign(values)
 
     def _parameter(self, stored: StoredWeight) -> StoredParameter:
@@ -64,27 +64,24 @@ class GlobalWeights:
             is_summing: If True, the backward pass sums the gradients over the ranks. If False, each rank accumulates its own.
         """
         local_of: dict[int, Tensor] = {}
-        for groups in self.groups.values():
-            for group in groups:
-                tensors = group.summed() if is_summing else group.unsummed()
-                local_of.update(zip(map(id, group.parameters), tensors))
+        for group in self.groups:
+            tensors = group.summed() if is_summing else group.unsummed()
+            local_of.update(zip(map(id, group.parameters), tensors))
         return [local_of[id(parameter)] for parameter in self.parameters.values()]
 
     def readable(self) -> list[Any]:
         """Return what `Stage.run` reads of the parameters, with leaves that accumulate this rank's gradients."""
         weight_of: dict[int, Any] = {}
-        for groups in self.groups.values():
-            for group in groups:
-                weight_of.update(zip(map(id, group.parameters), group.readable()))
+        for group in self.groups:
+            weight_of.update(zip(map(id, group.parameters), group.readable()))
         return [weight_of[id(parameter)] for parameter in self.parameters.values()]
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the parameters to whole values, given by the first names of the module's parameters."""
         for parameter in self.parameters.values():
             parameter.assign(parameter.layout.joined(values))
-        for groups in self.groups.values():
-            for group in groups:
-                group.renew()
+        for group in self.groups:
+            group.renew()
 
     def values(self) -> dict[str, np.ndarray]:
         """Return the whole values by first name, on every rank; all ranks call."""
