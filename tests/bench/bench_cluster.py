@@ -22,17 +22,19 @@ import argparse
 from pathlib import Path
 
 from cluster_calibration import calibration
-from cluster_common import ClusterSize, parse_link
+from cluster_common import ClusterSize, links_available, parse_link
 from cluster_faults import faults
 from cluster_pipelines import pipelines
 from cluster_slow import slow
 from cluster_ways import ways
 
+EXPERIMENTS = ("calibration", "ways", "pipelines", "slow", "faults")
+
 
 def main() -> None:
-    """Run one experiment and print its tables."""
+    """Run one experiment or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=("calibration", "ways", "pipelines", "slow", "faults"))
+    parser.add_argument("experiment", nargs="?", choices=EXPERIMENTS, help="(all of them, one after the other)")
     parser.add_argument("--cluster", default="4x1", metavar="NxG", help="hosts x ranks (%(default)s)")
     parser.add_argument("--wire", default="300Mbit,1ms", help="of each host (%(default)s)")
     parser.add_argument("--inside", default="2Gbit,0.2ms", help="between ranks of a host (%(default)s)")
@@ -50,15 +52,24 @@ def main() -> None:
     arguments = parser.parse_args()
     hosts, ranks = map(int, arguments.cluster.split("x"))
     size = ClusterSize(hosts, ranks, parse_link(arguments.wire), parse_link(arguments.inside))
-    if arguments.experiment == "calibration":
+    if not (available := links_available("sshd", "ssh", "ssh-keygen")):
+        print(f"left out: {available.reason}")
+        return
+    for experiment in EXPERIMENTS if arguments.experiment is None else (arguments.experiment,):
+        run_experiment(experiment, size, arguments)
+
+
+def run_experiment(experiment: str, size: ClusterSize, arguments: argparse.Namespace) -> None:
+    """Run an experiment and print its tables."""
+    if experiment == "calibration":
         calibration(arguments.budget, arguments.sizes)
-    elif arguments.experiment == "ways":
+    elif experiment == "ways":
         found = arguments.calibration, arguments.budget, arguments.sizes
         ways(size, arguments.only, *found, arguments.rounds, arguments.steps)
-    elif arguments.experiment == "pipelines":
+    elif experiment == "pipelines":
         numbers = arguments.forward, arguments.boundary, arguments.gradients, arguments.repeats
         pipelines(size, arguments.budget, *numbers)
-    elif arguments.experiment == "slow":
+    elif experiment == "slow":
         slow(size, arguments.budget, arguments.sizes, arguments.rounds, arguments.steps)
     else:
         faults(size, arguments.cut)

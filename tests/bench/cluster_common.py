@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from cluster.emulated import ClusterSize, EmulatedCluster, emulated
 from cluster.links import Link, parse_link
+from cluster.namespaces import links_available
 
 __all__ = [
     "ClusterSize",
@@ -24,6 +25,7 @@ __all__ = [
     "Link",
     "calibrated",
     "launch_words",
+    "links_available",
     "parse_link",
     "run",
     "show",

@@ -163,8 +163,11 @@ class GradientSums:
                     sums.append(self._sum_over_ranks(vector, first.reduced, self._peers[stage], transport))
         if not sums:
             return None
-        with transport.thread():
-            vector = flow.cat(sums, dim=0)
+        if len(sums) == 1:  # a concatenation would copy all gradients once more
+            vector = sums[0]
+        else:
+            with transport.thread():
+                vector = flow.cat(sums, dim=0)
         return vector if len(action.stages) == 1 else self._sum_over_stages(action, vector, transport)
 
     def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
