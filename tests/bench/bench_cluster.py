@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="4KiB:4MiB", help="message sizes of a calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="ways: a cluster file, in place of a calibration")
     parser.add_argument("--only", default="", metavar="TEXT", help="ways: models whose name holds it")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="ways: draw the times to this file")
     parser.add_argument("--rounds", type=int, default=5, help="ways, slow: interleaved rounds (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="ways, slow: steps of each way in a round (%(default)s)")
     parser.add_argument("--forward", type=float, default=0.2, help="pipelines: seconds of a forward pass (%(default)s)")
@@ -65,7 +66,7 @@ def run_experiment(experiment: str, size: ClusterSize, arguments: argparse.Names
         calibration(arguments.budget, arguments.sizes)
     elif experiment == "ways":
         found = arguments.calibration, arguments.budget, arguments.sizes
-        ways(size, arguments.only, *found, arguments.rounds, arguments.steps)
+        ways(size, arguments.only, *found, arguments.rounds, arguments.steps, arguments.svg)
     elif experiment == "pipelines":
         numbers = arguments.forward, arguments.boundary, arguments.gradients, arguments.repeats
         pipelines(size, arguments.budget, *numbers)

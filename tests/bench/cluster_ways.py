@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cluster_common import ClusterSize, EmulatedCluster, calibrated, launch_words, run, show, started
 from cluster_job import Result, Specification, Way
+from cluster_pictures import Bars, draw_bars
 
 import autoddl
 from autoddl.costmodel.assessment import Assessment, assess
@@ -141,9 +142,17 @@ HEADINGS = ("way", "sent by a rank", "predicted", "measured", "measured / predic
 
 
 def ways(
-    size: ClusterSize, only: str, calibration: Path | None, budget_s: float, sizes: str, rounds: int, steps: int
+    size: ClusterSize,
+    only: str,
+    calibration: Path | None,
+    budget_s: float,
+    sizes: str,
+    rounds: int,
+    steps: int,
+    picture: Path | None = None,
 ) -> None:
     """Run all ways of the models whose name holds a text."""
+    groups: list[Bars] = []
     with started(size) as (cluster, folder):
         path = (calibration or calibrated(cluster, folder, budget_s, sizes)).resolve()
         for case in (case for case in CASES if only in case.name):
@@ -153,3 +162,11 @@ def ways(
                 f"{case.name} ({case.built_in.family} {case.built_in.sizes}), batch {case.batch}: {size.described()}"
             )
             show(title, HEADINGS, rows_of(found, prices, results))
+            bars = [
+                (way.name, results[way.name].median_s, prices[way.name].step_s if way.name in prices else None)
+                for way in found
+                if not results[way.name].fault
+            ]
+            groups.append((f"{case.name}, batch {case.batch}", bars))
+    if picture is not None:
+        draw_bars(picture, groups)
