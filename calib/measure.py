@@ -51,7 +51,7 @@ DISTURBED = 0.05
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
 #: An operation that takes longer needs one call to warm up [s].
-_LONG_S = 0.05
+_LONG_S = 0.02
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from autoddl.costmodel.units import format_seconds
 __all__ = ["calibration"]
 
 TRIPS = 4
+#: Products say nothing of links.
+OPTIONS = ("--communication-only", "--collectives", "all-gather,reduce-scatter,all-reduce,point-to-point")
 HEADINGS = (
     "hosts x ranks",
     "level",
@@ -45,9 +47,9 @@ def calibration(budget_s: float, sizes: str) -> None:
             size.num_hosts, size.ranks_per_host, Link(latency_s=1e-9), size.loopback and Link(latency_s=1e-9)
         )
         with started(free) as (cluster, folder):
-            floors = load_cluster(calibrated(cluster, folder, budget_s / 2, "4KiB,16KiB,64KiB")).levels
+            floors = load_cluster(calibrated(cluster, folder, budget_s / 2, "4KiB,16KiB,64KiB", *OPTIONS)).levels
         with started(size) as (cluster, folder):
-            path = calibrated(cluster, folder, budget_s, sizes)
+            path = calibrated(cluster, folder, budget_s, sizes, *OPTIONS)
             found, fit = load_cluster(path).levels, fit_samples(read_samples(path.with_suffix(".csv")))
         for level, floor in zip(found, floors):
             if level.size == 1:

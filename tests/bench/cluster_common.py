@@ -58,10 +58,10 @@ def run(cluster: EmulatedCluster, *words: str, folder: Path, timeout_s: float = 
     return done.stdout
 
 
-def calibrated(cluster: EmulatedCluster, folder: Path, budget_s: float, sizes: str) -> Path:
-    """Calibrate the cluster as a real one; returns its file."""
+def calibrated(cluster: EmulatedCluster, folder: Path, budget_s: float, sizes: str, *more: str) -> Path:
+    """Calibrate the cluster as a real one, with further options; returns its file."""
     words = ["--hosts", cluster.slots, "--ssh", cluster.ssh, "--sizes", sizes, "--repetitions", "6", "--quiet"]
-    run(cluster, "calibrate", *words, "--budget", str(budget_s), "-o", "cluster.json", folder=folder)
+    run(cluster, "calibrate", *words, *more, "--budget", str(budget_s), "-o", "cluster.json", folder=folder)
     return folder / "cluster.json"
 
 

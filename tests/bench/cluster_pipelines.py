@@ -35,7 +35,7 @@ def pipelines(
     size: ClusterSize, budget_s: float, forward_s: float, boundary_bytes: int, gradient_bytes: int, repeats: int
 ) -> list[tuple[str, float, float]]:
     """Run every family with as many micro-batches as stages, and twice as many; returns (name, simulated, measured) [s]."""
-    num_stages = size.num_hosts * size.ranks_per_host
+    num_ranks = size.num_hosts * size.ranks_per_host
     found, rows = [], []
     with started(size) as (cluster, folder):
         path = calibrated(cluster, folder, budget_s, "4KiB:4MiB")
@@ -43,13 +43,15 @@ def pipelines(
         options = {"nodes": size.num_hosts, "devices_per_node": size.ranks_per_host, "batch": 8, "quiet": True}
         autoddl.plan("mlp:64,64", cluster="local-cpu", **options).save(folder / "plan.json")
         for name, more in FAMILIES:
-            for num_micro_batches in (num_stages, 2 * num_stages):
-                schedule = generate(name, num_stages=num_stages, num_micro_batches=num_micro_batches, **more)
+            for num_micro_batches in (num_ranks, 2 * num_ranks):
+                schedule = generate(name, num_stages=num_ranks, num_micro_batches=num_micro_batches, **more)
+                num_stages = schedule.num_stages
+                own_s = forward_s * num_ranks / num_stages  # a rank may have several stages
                 reduced = Step(Collective.ALL_REDUCE, Axis(schedule.num_pipelines, 1, 0), gradient_bytes)
                 times = Times.of(
                     num_stages,
-                    forward=forward_s,
-                    backward=2 * forward_s,
+                    forward=own_s,
+                    backward=2 * own_s,
                     transfer=boundary_bytes / link.bandwidth,
                     transfer_latency=link.latency_s,
                     all_reduce=link.time(reduced) if schedule.num_pipelines > 1 else 0.0,
@@ -67,7 +69,7 @@ def pipelines(
                     "specification",
                     folder=folder,
                 )
-                reports = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(num_stages)]
+                reports = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(num_ranks)]
                 makespans = sorted(combine(schedule, each).timeline.makespan for each in zip(*reports))
                 simulated, measured = simulate(schedule, times).makespan, makespans[len(makespans) // 2]
                 found.append((f"{name}, {num_micro_batches} micro-batches", simulated, measured))
@@ -75,6 +77,6 @@ def pipelines(
                 seconds = f"{simulated / steps:.2f} s", f"{measured / steps:.2f} s"
                 rows.append((name, str(num_micro_batches), *seconds, f"{measured / simulated:.3f}"))
     durations = f"forward {forward_s:g} s, backward {2 * forward_s:g} s, {boundary_bytes / 1e6:.2f} MB a boundary"
-    title = f"Schedules of {num_stages} sleeping stages ({durations}), per step: {size.described()}"
+    title = f"Schedules of sleeping stages on {num_ranks} ranks ({durations} on a rank), per step: {size.described()}"
     show(title, ("schedule", "micro-batches", "simulated", "measured", "measured / simulated"), rows)
     return found
