@@ -93,7 +93,7 @@ def apply(
         )
     from autoddl.pipelines.runtime.applied import AppliedModule
 
-    from .onranks.tracing import StepTracer
+    from .api.tracing import StepTracer
 
     applied = AppliedModule(module, plan.graph, stage.strategies, workload, feeds, check, backend)
     applied.tracer = StepTracer.of_job(plan, schedule_of_plan(plan))

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
     from .planfile import PlanFile
 
-__all__ = ["Difference", "StepTrace"]
+__all__ = ["TRACE_VARIABLE", "Difference", "StepTrace"]
+
+#: Environment variable of launched ranks: the file to write a trace of a step to.
+TRACE_VARIABLE = "AUTODDL_TRACE"
 
 #: Phases that are those of all layers of a stage together.
 _JOINT_PHASES = ("gradient", "optimizer step")

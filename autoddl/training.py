@@ -287,7 +287,7 @@ def plan_trainer(
     from autoddl.pipelines.runtime.backend import backend_of
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 
-    from .onranks.tracing import StepTracer
+    from .api.tracing import StepTracer
 
     schedule = schedule_of_plan(plan, num_steps)
     options["backend"] = backend_of(plan.workload.precision, chosen_device(plan.cluster.has_gpus, device))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import is_whole
 
-from ..launching.context import TRACE_VARIABLE
 from ..launching.gpuchecks import plan_faults
 from ..launching.hosts import LOCALHOST, Host, Placement
 from ..launching.interrupts import Interrupted
@@ -20,6 +19,7 @@ from ..launching.joining import Membership, check_membership, find_membership
 from ..launching.output import write_line, write_message
 from ..launching.running import describe, run_job
 from ..launching.slurm import StepError, batch_script, in_allocation, run_steps, step_command, submit
+from ..steptrace import TRACE_VARIABLE
 from .files import FilePath
 from .jobs import JOB_DEFAULTS, JobOptions, check_limits, demands_for, make_job, placements_for
 from .options import takes

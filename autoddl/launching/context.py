@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
     from ..planfile import PlanFile
 
-__all__ = ["TRACE_VARIABLE", "Launched", "launched"]
-
-#: Environment variable of ranks: the file to write a trace of a step to.
-TRACE_VARIABLE = "AUTODDL_TRACE"
+__all__ = ["Launched", "launched"]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
         ("a slow wire", replace(size, other_wires={last: slow_wire})),
         ("a slow host", replace(size, cores={last: 0.2})),
     )
-    case, rows, before = CASES[0], [], None
+    (case,) = (each for each in CASES if each.built_in.family == "gpt")
+    rows, before = [], None
     for name, now in changed:
         with started(now) as (cluster, folder):
             path = calibrated(cluster, folder, budget_s, sizes)

@@ -17,13 +17,12 @@ from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.writing import write_document
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.pipeline.training import Traced
-from autoddl.pipelines.runtime.recording import Recorder
 
-from ..launching.context import TRACE_VARIABLE
-from ..steptrace import StepTrace
+from ..steptrace import TRACE_VARIABLE, StepTrace
 from ..text.steptrace import trace_text
 
 if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.recording import Recorder
     from autoddl.pipelines.schedule import Schedule
 
     from ..planfile import PlanFile
@@ -63,6 +62,8 @@ class StepTracer:
             if 1 < self._num_steps < RECORDED_STEP:
                 self._seconds.append(time.monotonic() - begun)
             return result
+        from autoddl.pipelines.runtime.recording import Recorder
+
         recorder = Recorder()
         result = step(recorder)
         self._write(Traced(recorder.record(), statistics.median(self._seconds)))
