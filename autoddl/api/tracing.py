@@ -95,10 +95,10 @@ def _all_gathered(value: Any) -> list[Any]:
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]  # of ranks of this job
 
 
-def _sum_over_ranks(values: np.ndarray) -> np.ndarray:
+def _sum_over_ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the sum of integer arrays over all ranks of the job, on each of them."""
     flow = load_oneflow()
     tensor = flow.tensor(np.ascontiguousarray(values), device=CPU)
     flow.comm.all_reduce(tensor)
-    result: np.ndarray = tensor.numpy()
+    result: np.ndarray[Any, Any] = tensor.numpy()
     return result

@@ -48,8 +48,8 @@ def send_at_once() -> int:
     """Have all TCP connections of this process send small messages at once (TCP_NODELAY); returns the number of changed ones.
 
     OneFlow 0.9.0 sets the option on the ranks that connect, not on those that accept. A message is several small writes. Without
-    the option each of them waits until the other host has acknowledged the one before, which costs two latencies of the link. On a link
-    of 5 ms, an all-gather of 4 KiB between two hosts takes 24 ms with the option and 42 ms without it.
+    the option each of them waits until the other host has acknowledged the one before, which costs two latencies of the link. On a
+    link of 5 ms, an all-gather of 4 KiB between two hosts takes 24 ms with the option and 42 ms without it.
     """
     changed = 0
     for name in os.listdir("/proc/self/fd"):
