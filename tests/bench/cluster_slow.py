@@ -24,7 +24,7 @@ HEADINGS = (
     "plan",
     "wire found",
     "rate found",
-    "strategies",
+    "layers changed",
     "predicted",
     "measured",
     "measured / predicted",
@@ -43,7 +43,7 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
     )
     (case,) = (each for each in CASES if each.built_in.family == "gpt")
     rows, before = [], None
-    for name, now in changed:
+    for cluster_name, now in changed:
         with started(now) as (cluster, folder):
             path = calibrated(cluster, folder, budget_s, sizes)
             here = load_cluster(path)
@@ -60,11 +60,11 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
                 rate = here.device.peak("float32") * here.device.efficiency
                 rows.append(
                     (
-                        name,
+                        cluster_name,
                         way.name,
                         f"{here.levels[0].link.bandwidth / 1e6:.1f} MB/s",
                         f"{rate / 1e9:.1f} GFLOP/s",
-                        " ".join(str(strategy) for strategy in way.strategies.values()),
+                        str(sum(way.strategies[name] != other for name, other in before.strategies.items())),
                         format_seconds(price),
                         format_seconds(seconds),
                         f"{seconds / price:.2f}",
