@@ -112,7 +112,7 @@ class LayerGraph:
         Then ranks do not share samples of causal attention.
         """
         layers = self.layers if self.part_of is None else self.part_of.layers
-        return any(kind_of(layer.kind).reads_order for layer in layers)
+        return any(kind_of(layer.kind).reads_order or layer.scores is not None for layer in layers)
 
     def offers(self, name: str, strategy: Strategy) -> bool:
         """Whether a layer has a strategy that divides it in this graph.
@@ -331,6 +331,7 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
         "modules": list(layer.modules),
         **({"dropouts": list(layer.dropouts)} if layer.dropouts else {}),
         **({} if layer.program is None else {"program": layer.program.document()}),
+        **({} if layer.scores is None else {"scores": layer.scores.document()}),
     }
 
 
@@ -397,6 +398,7 @@ def _layer(fields: Fields) -> Layer:
         modules=fields.texts("modules"),
         dropouts=fields.texts("dropouts") if "dropouts" in fields else (),
         program=program_from_fields(fields.object("program")) if "program" in fields else None,
+        scores=program_from_fields(fields.object("scores"), is_of_scores=True) if "scores" in fields else None,
     )
     fields.finish()
     return layer
@@ -470,7 +472,7 @@ def _validate_layer(layer: Layer) -> None:
     if layer.flops > MAX_FLOPS:
         raise UserError(f"layer {layer.name!r}: flops is {layer.flops:g}, should be at most {MAX_FLOPS:g}")
     for name, length in kind.lengths(layer).items():
-        if layer.attributes[name] != length:
-            raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes[name]}, its shapes say {length}")
+        if layer.attributes.get(name) != length:
+            raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes.get(name)}, it should be {length}")
     if layer.block_index and not layer.block:
         raise UserError(f"layer {layer.name!r}: block_index {layer.block_index} without a block")

@@ -119,11 +119,11 @@ def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
         return False
     for layer in run.layers:
         paths = [layer.name, *layer.modules, *(p.name for p in layer.parameters)]
-        if layer.program is not None:
-            if layer.program.reads_data:
+        for program in layer.programs:
+            if program.reads_data:
                 return False
-            paths += [source.name for source in layer.program.sources if source.origin == "buffer"]
-            streams = [call.attributes["stream"] for call in layer.program.calls if "stream" in call.attributes]
+            paths += [source.name for source in program.sources if source.origin == "buffer"]
+            streams = [call.attributes["stream"] for call in program.calls if "stream" in call.attributes]
             paths += [f"{stream.rsplit(' ', 2)[0]}.random" for stream in streams]
         paths += [stream.rsplit(" ", 2)[0] for stream in layer.dropouts]
         if not graph.inputs(layer.name) or not all(

@@ -172,13 +172,13 @@ class _LayerWriter:
         return names
 
     def _shares_with_program(self, source: str, tied: Mapping[str, tuple[Parameter, str | None]]) -> bool:
-        """Return whether the layer shares a parameter, under one name, with another layer, and one of the two is a program."""
-        graph, layer = self.scene.graph, self.layer
-        if source in tied:
-            owner = tied[source][1]
-            return owner is not None and owner in graph and (layer.program or graph[owner].program) is not None
-        sharing = (o for o in graph.layers for p in o.parameters if p.tied_to == layer.name and p.name == source)
-        return any(layer.program is not None or other.program is not None for other in sharing)
+        """Return whether layers share a parameter, under one name, with this one, and one of them or this one has a program."""
+        graph = self.scene.graph
+        owner = tied[source][1] if source in tied else self.layer.name
+        if owner is None or owner not in graph:
+            return False
+        sharing = [o for o in graph.layers for p in o.parameters if p.tied_to == owner and p.name == source]
+        return bool(sharing) and any(layer.program is not None for layer in (graph[owner], *sharing))
 
     # ---- Statements --------------------------------------------------------------------------------------------------
 

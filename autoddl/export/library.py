@@ -40,6 +40,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.images": "Images",
     f"{_RUNTIME}.runningstats": "Running statistics of batch norms",
     f"{_RUNTIME}.attending": "Attention",
+    f"{_RUNTIME}.changed_scores": "Attention whose scores the plain model changes",
     f"{_RUNTIME}.routing": "Experts",
     f"{_RUNTIME}.latent": "Latent attention",
     f"{_RUNTIME}.blockwise": "Attention block by block",

@@ -108,13 +108,12 @@ class Scene:
     @cached_property
     def is_traced(self) -> bool:
         """Whether a program of a layer reads arguments of the model, so that the model gets all of them."""
-        programs = (layer.program for layer in self.graph.layers)
-        return any(program is not None and program.reads_data for program in programs)
+        return any(program.reads_data for layer in self.graph.layers for program in layer.programs)
 
     @cached_property
     def draws_noise(self) -> bool:
         """Whether a layer draws random numbers other than for dropouts."""
-        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
+        programs = (program for layer in self.graph.layers for program in layer.programs)
         return any(
             "stream" in call.attributes and call.kind != "dropout" for program in programs for call in program.calls
         )
@@ -122,7 +121,7 @@ class Scene:
     @cached_property
     def draws_numbers(self) -> bool:
         """Whether a layer draws random numbers, which depend on the number of the pass."""
-        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
+        programs = (program for layer in self.graph.layers for program in layer.programs)
         in_programs = any("stream" in call.attributes for program in programs for call in program.calls)
         return in_programs or any(layer.dropouts for layer in self.graph.layers)
 

@@ -1,7 +1,7 @@
 """Checks that a found attention core computes what ranks compute for a layer of kind ``attention``.
 
-Ranks compute softmax(q k^T / sqrt(head_dim)) v, with a causal mask or none. The features of their input are q, k and v of all heads
-one after the other, or those of each head together. Views between the input and q, k and v are followed element by element, on an
+Plain attention is softmax(q k^T / sqrt(head_dim)) v, with a causal mask or none; what else may happen to its scores is found by
+:mod:`.score_changes`. The features of the input are q, k and v of all heads one after the other, or those of each head together. Views between the input and q, k and v are followed element by element, on an
 array of indices.
 """
 
@@ -16,45 +16,91 @@ from autoddl.costmodel.program import at
 
 from .operators import Operator, OperatorGraph
 from .scales import attributes_of
+from .score_changes import NEUTRAL, SCALES, CoreSizes, number_of
 
-__all__ = ["core_order", "core_reason"]
+__all__ = ["core_factor", "core_order", "other_reason", "plain_reason"]
 
 #: Most elements whose places are followed; larger inputs are taken to have their features in the usual order.
 _MAX_FOLLOWED = 1 << 25
-#: Operators that multiply by a number.
-_SCALES = {"scalar_mul": 1, "scalar_div": -1}
-#: Operators that change no value.
-_NEUTRAL = frozenset({"cast", "identity", "to_contiguous"})
-#: Operators of scores that ranks apply too: masks, and a dropout of the probabilities.
-_OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", "reshape", "dropout", *_NEUTRAL})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+#: Operators of scores that ranks apply too: masks.
+_OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", "reshape", *NEUTRAL})
 #: Operators that rearrange elements, and are followed.
-_FOLLOWED = frozenset(
-    {"reshape", "transpose", "squeeze", "expand_dims", "narrow", "slice", "expand", *_NEUTRAL, *_SCALES}
-)
+_FOLLOWED = frozenset({*_VIEWS, "transpose", "narrow", "slice", "expand", *NEUTRAL, *SCALES})
 
 
-def core_reason(
+def other_reason(
+    graph: OperatorGraph, softmax: Operator, weighted: Operator, members: dict[str, Operator], masks: Sequence[str]
+) -> str:
+    """Return why ranks cannot run a core as attention, whatever happens to its scores; "" if they can.
+
+    Args:
+        graph: The traced operators.
+        softmax: The softmax.
+        weighted: The product with v.
+        members: All operators of the core.
+        masks: Tensors that change the scores.
+    """
+    for op in members.values():
+        if graph.active_inputs(op) and any(tensor not in masks for tensor in graph.learned_inputs(op)):
+            return "its attention scales or shifts its queries, keys or values by learned tensors"
+    tensor = softmax.output
+    while (op := graph.sole_consumer(tensor)) is not None and op is not weighted:
+        if op.kind not in {"dropout", *NEUTRAL, *_VIEWS}:
+            return f"its attention applies {op.kind} to probabilities"
+        tensor = op.output
+    return ""
+
+
+def core_factor(graph: OperatorGraph, scores: Operator, sources: Sequence[str]) -> float | None:
+    """Return the factor of the product q k^T, and of q and k before; None if it is not known.
+
+    Args:
+        graph: The traced operators.
+        scores: The product.
+        sources: Tensors of q, k and v, or the only one of them all.
+    """
+    factor, is_known = float(scores.attributes.get("alpha", 1.0)), True
+    for key in ("a", "b"):
+        path, reached = _path_from(graph, scores.arguments[key][0], sources)
+        is_known &= reached
+        for op in path:
+            factor *= number_of(op) ** SCALES[op.kind] if op.kind in SCALES else 1.0
+    return factor if is_known else None
+
+
+def plain_reason(
     graph: OperatorGraph,
     softmax: Operator,
     scores: Operator,
-    members: dict[str, Operator],
     masks: Sequence[str],
-    sources: Sequence[str],
-    head_dim: int,
+    factor: float | None,
+    sizes: CoreSizes,
     causal: bool | None,
 ) -> str:
-    """Return why ranks cannot run a core as attention, as the end of a sentence; "" if they can."""
-    if any(graph.is_learned(tensor) for op in members.values() for tensor in op.inputs if not _is_head_norm(graph, op)):
+    """Return why a core is no plain attention, which divides its scores by a root and has at most a causal mask; "" if it is.
+
+    Args:
+        graph: The traced operators.
+        softmax: The softmax.
+        scores: The product q k^T.
+        masks: Tensors that change the scores.
+        factor: The factor of the product, if it is known (`core_factor`).
+        sizes: Sizes of the core.
+        causal: Whether one of the masks is causal, if that is known.
+    """
+    if sizes.windows > 1:
+        return "its rows are divided into windows"
+    if any(graph.is_learned(mask) for mask in masks):
         return "its attention adds a learned bias"
     if any(graph.is_raw(mask) for mask in masks):
         return "its attention has a mask that depends on the input"
     if causal is None:
         return "its attention has a mask of which it is not known whether it is causal"
-    factor = float(scores.attributes.get("alpha", 1.0))
-    tensor = softmax.inputs[0]
+    after, tensor = 1.0, softmax.inputs[0]
     while (op := graph.producer[tensor]) is not scores:
-        if op.kind in _SCALES:
-            factor *= _number(op) ** _SCALES[op.kind]
+        if op.kind in SCALES:
+            after *= number_of(op) ** SCALES[op.kind]
         elif op.kind in ("broadcast_mul", "broadcast_div"):
             return "its attention multiplies scores by a tensor"
         elif op.kind in _OF_SCORES or (op.kind == "expand" and graph.dims[op.inputs[0]] == graph.dims[op.output]):
@@ -66,27 +112,9 @@ def core_reason(
         else:
             return f"its attention applies {op.kind} to scores"
         tensor = graph.active_inputs(op)[0]
-    is_known = True
-    for key in ("a", "b"):
-        path, reached = _path_from(graph, scores.arguments[key][0], sources)
-        is_known &= reached
-        for op in path:
-            factor *= _number(op) ** _SCALES[op.kind] if op.kind in _SCALES else 1.0
-    if is_known and not math.isclose(factor, head_dim**-0.5, rel_tol=1e-4):
-        return f"its attention multiplies scores by {factor:.4g}, not by 1 / sqrt({head_dim})"
+    if factor is not None and not math.isclose(factor * after, sizes.head_dim**-0.5, rel_tol=1e-4):
+        return f"its attention multiplies scores by {factor * after:.4g}, not by 1 / sqrt({sizes.head_dim})"
     return ""
-
-
-def _is_head_norm(graph: OperatorGraph, op: Operator) -> bool:
-    """Whether an operator scales or shifts single heads after their norm."""
-    return op.kind in ("broadcast_mul", "broadcast_add") and all(
-        len(graph.shapes[t]) == 1 or graph.elements(t) == graph.shapes[t][-1] for t in graph.learned_inputs(op)
-    )
-
-
-def _number(op: Operator) -> float:
-    attributes = op.attributes
-    return float(attributes["float_operand"] if attributes["has_float_operand"] else attributes["int_operand"])
 
 
 def _path_from(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tuple[list[Operator], bool]:
@@ -107,7 +135,7 @@ def core_order(
     weighted: Operator,
     sources: Sequence[str],
     output: str,
-    sizes: tuple[int, int, int],
+    sizes: CoreSizes,
 ) -> str:
     """Return the order of the input's features: ``plain``, ``interleaved`` (q, k and v of each head together) or ``other``.
 
@@ -119,9 +147,10 @@ def core_order(
         weighted: The product with v.
         sources: Tensors of q, k and v, or the only one of them all.
         output: Output of the core.
-        sizes: Rows, heads and features per head.
+        sizes: Sizes of the core.
     """
-    rows, heads, head_dim = sizes
+    windows, heads, head_dim = sizes.windows, sizes.heads, sizes.head_dim
+    rows = windows * sizes.rows
     if sum(graph.elements(tensor) for tensor in sources) // graph.batch > _MAX_FOLLOWED:
         return "plain"
     features = [graph.elements(tensor) // (graph.batch * rows) for tensor in sources]
@@ -135,8 +164,10 @@ def core_order(
         is_transposed = op is scores and key == "b" and not op.attributes.get("transpose_b")
         index = index.reshape(-1, *index.shape[-2:])
         index = np.swapaxes(index, 1, 2) if is_transposed else index
-        if index.shape[1:] != (rows, head_dim) or heads % len(index):
+        if index.shape[1:] != (sizes.rows, head_dim) or windows * heads % len(index):
             return "other"
+        if windows > 1:  # the windows of a head are its rows, one after the other
+            index = index.reshape(windows, -1, sizes.rows, head_dim).swapaxes(0, 1).reshape(-1, rows, head_dim)
         first = index[:, :1, :].copy()
         if first.max() >= features[number] or not np.array_equal(
             index, first + np.arange(rows, dtype=np.int32)[None, :, None] * features[number]
@@ -145,8 +176,8 @@ def core_order(
         places.append((number, first[:, 0, :]))
     back = _followed(graph, output, (weighted.output,))
     if back is not None:
-        shape = (heads, rows, head_dim)
-        expected = np.swapaxes(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), 0, 1)
+        shape = (windows, heads, sizes.rows, head_dim)
+        expected = np.swapaxes(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), 1, 2)
         if not np.array_equal(back[1].reshape(-1), expected.reshape(-1)):
             return "other"
     return _order_of(places, features, heads, head_dim)

@@ -32,11 +32,12 @@ from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
 from .drafts import LayerDraft
-from .finishing import finish
+from .finishing import finish, where
 from .images import image_layer_of
 from .losses import LossRegion, find_loss
 from .norms import NormRegion, find_norms
 from .operators import LOOKUPS, SUMS, Operator, OperatorGraph, lookup_arguments, stream_of
+from .programs import MadeProgram, make_score_program
 from .registered import RegisteredRegion, find_registered
 from .samples import find_samples
 
@@ -74,6 +75,8 @@ class _Gathering(Assembly):
         self.actions: dict[str, Callable[[], None] | None] = {}
         #: By operator name: why no layer of a kind with more strategies describes it.
         self.reasons: dict[str, str] = {}
+        #: What changes the scores of attention cores, by their outputs.
+        self.score_programs: dict[str, MadeProgram] = {}
         #: Names of the operators of recurrent modules.
         self.recurrent: set[str] = set()
 
@@ -192,6 +195,11 @@ class _Gathering(Assembly):
         dropouts = [op for op in region.operators if op.kind == "dropout"]
         if not reason and (len(dropouts) > 1 or any(not self._is_dropout_module(op) for op in dropouts)):
             reason = "its attention has a dropout that is no module nn.Dropout"
+        if not reason and region.changes is not None:
+            made = make_score_program(self.graph, self.samples, region.changes, where)
+            self.score_programs[region.output] = made
+            if made.reads or any(True for _ in made.program.crossings):
+                reason = "its attention has a mask that mixes samples"
         if reason:
             self.reasons |= {op.name: reason for op in region.operators}
         return not reason
@@ -221,6 +229,7 @@ class _Gathering(Assembly):
         kv_heads, rest = divmod(features - region.heads * region.head_dim, 2 * region.head_dim)
         if rest or kv_heads < 1 or region.heads % kv_heads:
             kv_heads = region.heads
+        made = self.score_programs[region.output] if region.changes is not None else None
         layer = make.attention(
             "",
             region.rows,
@@ -228,6 +237,8 @@ class _Gathering(Assembly):
             region.head_dim,
             kv_heads=kv_heads,
             causal=region.causal is not False,
+            windows=region.windows,
+            changes=None if made is None else len(made.program.results),
             dropout=bool(region.dropout),
         )
         is_own_module = region.path and region.path not in self.container_children
@@ -236,9 +247,10 @@ class _Gathering(Assembly):
             input_shape=(region.rows, features),
             modules=(region.path,) if region.path else (),
             attributes={**layer.attributes, **({"interleaved": 1} if region.is_interleaved else {})},
+            scores=None if made is None else made.program,
         )
-        learned = [t for op in region.operators for t in graph.learned_inputs(op)]
-        variables = self._parameters(learned, region.path)
+        learned = () if made is None else made.parameters
+        variables = [(variable, self._parameter_name(variable, region.path)) for variable in learned]
         name = region.path if is_own_module else self._join(region.path, "attention")
         draft = LayerDraft(layer, name, region.path, self._sources(region.sources), variables)
         draft.streams += [stream_of(graph, op) for op in region.operators if op.kind == "dropout"]

@@ -94,12 +94,12 @@ def check_same_function(
 
 def _draws_in_training(graph: LayerGraph) -> bool:
     """Return whether a traced model draws random numbers other than for dropouts, perhaps in training alone."""
-    programs = (layer.program for layer in graph.layers if layer.program is not None)
+    programs = (program for layer in graph.layers for program in layer.programs)
     return any(call.kind in RANDOM - {"dropout"} for program in programs for call in program.calls)
 
 
 def _has_batch_norms(graph: LayerGraph) -> bool:
-    programs = (layer.program for layer in graph.layers if layer.program is not None)
+    programs = (program for layer in graph.layers for program in layer.programs)
     in_programs = any(call.kind == "normalization" for program in programs for call in program.calls)
     return in_programs or any(layer.kind == "batch_norm" for layer in graph.layers)
 

@@ -75,7 +75,7 @@ class _Numbers:
 
     def __init__(self, graph: LayerGraph, steps: Sequence[int | None]):
         self._steps = steps
-        programs = (layer.program for layer in graph.layers if layer.program is not None)
+        programs = (program for layer in graph.layers for program in layer.programs)
         calls = [call for program in programs for call in program.calls if call.kind in RANDOM]
         #: Where the samples lie in the results of operators of programs.
         self._places = {call.attributes["stream"]: tuple(call.attributes["place"]) for call in calls}

@@ -299,6 +299,11 @@ def _norm(context: _Context) -> GlobalLayer:
 
 def _attention(context: _Context) -> GlobalLayer:
     layer, attributes, producers = context.layer, context.layer.attributes, context.producers
+    if layer.scores is not None:
+        raise UserError(
+            f"{layer.describe()}: the graph executor runs attention whose scores nothing but a causal mask changes; "
+            "use the eager executor"
+        )
     check_attention(layer)
     kinds = [kind_of(context.graph[name].kind) for name in producers]
     if len(producers) not in (1, 3) or (len(producers) == 1 and not kinds[0].follows_groups):
