@@ -473,6 +473,6 @@ def _validate_layer(layer: Layer) -> None:
         raise UserError(f"layer {layer.name!r}: flops is {layer.flops:g}, should be at most {MAX_FLOPS:g}")
     for name, length in kind.lengths(layer).items():
         if layer.attributes.get(name) != length:
-            raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes.get(name)}, it should be {length}")
+            raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes.get(name)}, its shapes say {length}")
     if layer.block_index and not layer.block:
         raise UserError(f"layer {layer.name!r}: block_index {layer.block_index} without a block")

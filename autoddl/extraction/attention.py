@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .attention_checks import core_factor, core_order, other_reason, plain_reason
+from .attention_checks import core_factor, core_order, is_plain, other_reason
 from .operators import ELEMENTWISE, UNARY, VIEWS, Operator, OperatorGraph
 from .score_changes import Change, CoreSizes, changes_between
 
@@ -118,11 +118,10 @@ def _region_around(
     causal = _is_causal(graph, masks, sizes.rows)
     factor = core_factor(graph, scores, tuple(sources))
     reason, changes = other_reason(graph, softmax, weighted, members, masks), None
-    if not reason and (why := plain_reason(graph, softmax, scores, masks, factor, sizes, causal)):
+    if not reason and not is_plain(graph, softmax, scores, masks, factor, sizes, causal):
         known = sizes.head_dim**-0.5 if factor is None else factor
         changed = changes_between(graph, scores, softmax, sizes, known)
         reason, changes = (changed, None) if isinstance(changed, str) else ("", changed)
-        reason = f"{why}, and {reason}" if reason and not reason.startswith(why) else reason
     order = core_order(graph, scores, weighted, tuple(sources), output, sizes)
     if order == "other" and not reason:
         reason = "the features of its queries, keys and values are in another order"

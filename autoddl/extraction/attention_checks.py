@@ -8,7 +8,7 @@ array of indices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -16,15 +16,15 @@ from autoddl.costmodel.program import at
 
 from .operators import Operator, OperatorGraph
 from .scales import attributes_of
-from .score_changes import NEUTRAL, SCALES, CoreSizes, number_of
+from .score_changes import NEUTRAL, SCALES, CoreSizes, keeps_order, number_of
 
-__all__ = ["core_factor", "core_order", "other_reason", "plain_reason"]
+__all__ = ["core_factor", "core_order", "is_plain", "other_reason"]
 
 #: Most elements whose places are followed; larger inputs are taken to have their features in the usual order.
 _MAX_FOLLOWED = 1 << 25
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 #: Operators of scores that ranks apply too: masks.
-_OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", "reshape", *NEUTRAL})
+_OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", *NEUTRAL})
 #: Operators that rearrange elements, and are followed.
 _FOLLOWED = frozenset({*_VIEWS, "transpose", "narrow", "slice", "expand", *NEUTRAL, *SCALES})
 
@@ -46,10 +46,18 @@ def other_reason(
             return "its attention scales or shifts its queries, keys or values by learned tensors"
     tensor = softmax.output
     while (op := graph.sole_consumer(tensor)) is not None and op is not weighted:
-        if op.kind not in {"dropout", *NEUTRAL, *_VIEWS}:
+        if op.kind not in {"dropout", "transpose", *NEUTRAL, *_VIEWS}:
             return f"its attention applies {op.kind} to probabilities"
+        if op.kind == "dropout" and not _is_in_order(graph, tensor, softmax.output):
+            return "its attention rearranges probabilities"
         tensor = op.output
-    return ""
+    return "" if _is_in_order(graph, tensor, softmax.output) else "its attention rearranges probabilities"
+
+
+def _is_in_order(graph: OperatorGraph, tensor: str, source: str) -> bool:
+    """Return whether a tensor has the elements of another one in the same order, perhaps with some dropped."""
+    followed = _followed(graph, tensor, (source,), {*_FOLLOWED, "dropout"})
+    return followed is not None and np.array_equal(followed[1].reshape(-1), np.arange(followed[1].size))
 
 
 def core_factor(graph: OperatorGraph, scores: Operator, sources: Sequence[str]) -> float | None:
@@ -69,7 +77,7 @@ def core_factor(graph: OperatorGraph, scores: Operator, sources: Sequence[str]) 
     return factor if is_known else None
 
 
-def plain_reason(
+def is_plain(
     graph: OperatorGraph,
     softmax: Operator,
     scores: Operator,
@@ -77,8 +85,8 @@ def plain_reason(
     factor: float | None,
     sizes: CoreSizes,
     causal: bool | None,
-) -> str:
-    """Return why a core is no plain attention, which divides its scores by a root and has at most a causal mask; "" if it is.
+) -> bool:
+    """Return whether a core is plain attention, which divides its scores by a root and has at most a causal mask.
 
     Args:
         graph: The traced operators.
@@ -89,32 +97,16 @@ def plain_reason(
         sizes: Sizes of the core.
         causal: Whether one of the masks is causal, if that is known.
     """
-    if sizes.windows > 1:
-        return "its rows are divided into windows"
-    if any(graph.is_learned(mask) for mask in masks):
-        return "its attention adds a learned bias"
-    if any(graph.is_raw(mask) for mask in masks):
-        return "its attention has a mask that depends on the input"
-    if causal is None:
-        return "its attention has a mask of which it is not known whether it is causal"
+    if sizes.windows > 1 or causal is None or not all(graph.is_fixed(m) and not graph.is_learned(m) for m in masks):
+        return False
     after, tensor = 1.0, softmax.inputs[0]
     while (op := graph.producer[tensor]) is not scores:
         if op.kind in SCALES:
             after *= number_of(op) ** SCALES[op.kind]
-        elif op.kind in ("broadcast_mul", "broadcast_div"):
-            return "its attention multiplies scores by a tensor"
-        elif op.kind in _OF_SCORES or (op.kind == "expand" and graph.dims[op.inputs[0]] == graph.dims[op.output]):
-            pass
-        elif op.kind in ("transpose", "expand_dims", "squeeze"):
-            back = _followed(graph, softmax.inputs[0], (scores.output,))
-            if back is None or not np.array_equal(back[1].reshape(-1), np.arange(back[1].size)):
-                return "its attention rearranges scores"
-        else:
-            return f"its attention applies {op.kind} to scores"
+        elif op.kind not in _OF_SCORES and not keeps_order(graph, op):
+            return False
         tensor = graph.active_inputs(op)[0]
-    if factor is not None and not math.isclose(factor * after, sizes.head_dim**-0.5, rel_tol=1e-4):
-        return f"its attention multiplies scores by {factor * after:.4g}, not by 1 / sqrt({sizes.head_dim})"
-    return ""
+    return factor is None or math.isclose(factor * after, sizes.head_dim**-0.5, rel_tol=1e-4)
 
 
 def _path_from(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tuple[list[Operator], bool]:
@@ -205,8 +197,16 @@ def _order_of(places: Sequence[tuple[int, np.ndarray]], features: Sequence[int],
     return "interleaved" if len(features) == 1 and is_interleaved else "other"
 
 
-def _followed(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tuple[int, np.ndarray] | None:
+def _followed(
+    graph: OperatorGraph, tensor: str, sources: Sequence[str], kinds: Container[str] = _FOLLOWED
+) -> tuple[int, np.ndarray] | None:
     """Return the source that a tensor is a view of, and the index there of each of its elements, of one sample.
+
+    Args:
+        graph: The traced operators.
+        tensor: The tensor.
+        sources: Tensors that it may be a view of.
+        kinds: Operators between them.
 
     Returns:
         None if it is no view.
@@ -215,7 +215,7 @@ def _followed(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tupl
     start = tensor
     while start not in sources:
         op = graph.producer.get(start)
-        if op is None or op.kind not in _FOLLOWED:
+        if op is None or op.kind not in kinds:
             return None
         path.append(op)
         start = graph.active_inputs(op)[0]

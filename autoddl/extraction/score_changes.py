@@ -21,7 +21,7 @@ from autoddl.costmodel.program import Dims, Scaled, at
 from .operators import LOOKUPS, UNARY, Operator, OperatorGraph, lookup_arguments
 from .scales import attributes_of
 
-__all__ = ["NEUTRAL", "SCALES", "Change", "CoreSizes", "changes_between", "number_of"]
+__all__ = ["NEUTRAL", "SCALES", "Change", "CoreSizes", "changes_between", "keeps_order", "number_of"]
 
 #: Operators that multiply by a number, with its power.
 SCALES = {"scalar_mul": 1, "scalar_div": -1}
@@ -37,7 +37,7 @@ _ROLES = {
     "where_scalar_x": ("fill", "condition"),
     "where_scalar_y": ("keep", "condition"),
 }
-_RESHAPES = frozenset({"reshape", "expand_dims", "squeeze"})
+_RESHAPES = frozenset({"reshape", "expand_dims", "squeeze", "flatten"})
 
 
 class CoreSizes(NamedTuple):
@@ -104,13 +104,18 @@ def changes_between(
             if isinstance(change, str):
                 return change
             changes.append(change)
-        elif op.kind in _RESHAPES and _groups(graph.dims[op.output], sizes) is not None:
-            pass
-        elif op.kind not in NEUTRAL and not (
-            op.kind == "expand" and graph.dims[op.inputs[0]] == graph.dims[op.output]
-        ):
+        elif op.kind not in NEUTRAL and not keeps_order(graph, op):
             return f"its attention applies {op.kind} to scores"
     return (*changes, *_factor(factor))
+
+
+def keeps_order(graph: OperatorGraph, op: Operator) -> bool:
+    """Return whether an operator is a view that keeps the order of the elements."""
+    dims = graph.dims[op.inputs[0]]
+    if op.kind == "transpose":
+        order = [dim for dim in op.attributes["perm"] if dims[dim] != 1]
+        return order == sorted(order)
+    return op.kind in _RESHAPES or (op.kind == "expand" and dims == graph.dims[op.output])
 
 
 def _factor(factor: float) -> list[Change]:
@@ -214,7 +219,7 @@ def _place_after(
         if [table] != list(read) or op.attributes.get("axis", 0) != 0 or place == 0 or depth != 1:
             return None
         return place + len(graph.dims[indices]) - (2 if op.kind == "gather_nd" else 1)
-    if op.kind in ("reshape", "expand_dims", "squeeze", "flatten"):
+    if op.kind in _RESHAPES:
         behind = math.prod(at(before[place + 1 :], 1))
         found = [i for i, length in enumerate(after) if length == heads and math.prod(at(after[i + 1 :], 1)) == behind]
         return found[0] if found else None

@@ -62,7 +62,8 @@ from ..collectives import Collective, Step, gather_steps, scatter_steps
 from ..distribution import prime_factors
 from ..layer import Layer
 from ..localwork import LocalWork, attention_core, elementwise
-from .kind import Body, LayerKind, LayerQuantities, Number
+from ..sbp import Broadcast, Split
+from .kind import Body, LayerKind, LayerQuantities, Number, States
 from .sharing import position_factors
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ class Attention(LayerKind):
 
     def shape_text(self, layer: Layer) -> str:
         return f"{layer.attributes['heads']} heads of {layer.attributes['head_dim']}"
+
+    @property
+    def states(self) -> tuple[States, States, States]:
+        canonical, _, output = super().states
+        return canonical, (Broadcast(), Split(1), Broadcast()), output  # tables of biases: (rows, heads)
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:
         return {} if layer.scores is None else {"changes": len(layer.scores.results)}

@@ -281,12 +281,13 @@ def test_attention_written_otherwise(name, heads):
 
 
 def test_attention_with_learned_bias_and_padding():
-    """Ranks have no such attention: a program computes it, and a note says why."""
+    """Its bias has no column for each head, so a program computes it, and a note says why."""
     graph = extracted("biased")
     assert [layer.name for layer in graph.layers if layer.kind == "linear"] == ["w", "o"]
     assert [(p.name, p.shape) for p in graph["bias"].parameters] == [("bias", (1, 4, 6, 6))]
     assert any(layer.program.reads_data for layer in graph.layers if layer.kind == "opaque")
-    assert any("since its attention adds a learned bias" in note for note in graph.notes)
+    reason = "since its attention has a learned bias of which no single column belongs to each head"
+    assert any(reason in note for note in graph.notes)
     assert "parameters that no layer uses: q.weight, q.bias, k.weight, k.bias and 2 more" in graph.notes
 
 
@@ -435,9 +436,11 @@ def test_two_losses():
 
 
 def test_mask_of_unknown_values():
+    """Nobody knows whether it is causal, so ranks apply it as the model does."""
     graph = resolve_model(f"{MODELS}:mask_in_list")
-    assert not any(layer.kind == "attention" for layer in graph.layers)
-    assert any("not known whether it is causal" in note for note in graph.notes)
+    assert graph["attn"].attributes["causal"] == 0 and graph.notes == ()
+    (change,) = graph["attn"].scores.results
+    assert (change.role, change.value, change.shape[-2:]) == ("fill", -math.inf, (6, 6))
 
 
 def test_computed_weights():

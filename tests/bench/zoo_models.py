@@ -131,13 +131,11 @@ def vit():
     ), images()
 
 
-def swin():
+def swin(**options):
     from flowvision.models.swin_transformer import SwinTransformer
 
-    model = SwinTransformer(
-        img_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_classes=10
-    )
-    return Classifier(model), images()
+    sizes = {"img_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4, "num_classes": 10}
+    return Classifier(SwinTransformer(**sizes, depths=[2, 2], num_heads=[2, 4], **options)), images()
 
 
 def mixer():

@@ -11,6 +11,8 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph, graph_from_document
+from autoddl.costmodel.kinds.attention import attention
 from autoddl.costmodel.kinds.opaque import crossing_steps, opaque
 from autoddl.costmodel.program import Program, Result, Scaled, Source, TracedCall, at, program_from_fields
 
@@ -43,6 +45,26 @@ def test_documents_keep_everything():
     document = PROGRAM.document()
     assert program_from_fields(Fields(document, "program")) == PROGRAM
     assert document["sources"][1]["values"] == [0.5, {"number": "-inf"}]  # JSON has no infinity
+
+
+SCORES = Program(
+    sources=(Source("weight_0", "parameter", 0, shape=(7, 8), outer=0),),
+    calls=(TracedCall("transpose", {"input": ("weight_0",)}, {"out": ("t1",)}, {"perm": (1, 0)}),),
+    results=(Result("t1", (1, 1, 8, 7, 7), 0, "add"), Result("t1", (Scaled(1), 1, 1, 7, 7), 1, "fill", -math.inf)),
+)
+
+
+def test_what_changes_scores_is_kept():
+    layer = replace(attention("a", 7, 8, 4, causal=False, changes=2), scores=SCORES)
+    graph = LayerGraph("g", "sequence", (layer,), ())
+    assert graph.reads_order  # its biases belong to positions
+    again = graph_from_document(graph.document(), "g")
+    assert again["a"].scores == SCORES and again["a"].attributes["changes"] == 2
+    with pytest.raises(UserError, match="changes is 1, its shapes say 2"):
+        LayerGraph("g", "sequence", (replace(layer, attributes={**layer.attributes, "changes": 1}),), ())
+    for program, is_of_scores, words in ((SCORES, False, "'add', should be none"), (PROGRAM, True, "should be add, ")):
+        with pytest.raises(UserError, match=words):
+            program_from_fields(Fields(program.document(), "program"), is_of_scores=is_of_scores)
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,22 @@ MODELS = {
 }
 
 
+#: Models whose attention changes its scores.
+ATTENTIONS = ["t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups"]
+
+
 @pytest.mark.ranks
 def test_models_compute_what_one_device_computes(ranks: Any) -> None:
     """All models in one job, split along the batch. Takes 15 s, since ranks trace every model twice."""
     for differences in ranks(2).run(f"{JOBS}:compared", list(MODELS)):
         assert differences == dict.fromkeys(MODELS, "")
+
+
+@pytest.mark.ranks
+def test_heads_are_divided_whatever_happens_to_their_scores(ranks: Any) -> None:
+    """Learned biases, masks of inputs and tables, factors, windows, a dropout: every rank has one half of the heads."""
+    for differences in ranks(2).run(f"{JOBS}:compared", ATTENTIONS, True):
+        assert differences == dict.fromkeys(ATTENTIONS, "")
 
 
 def cases() -> list[tuple[str, str]]:

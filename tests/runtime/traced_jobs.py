@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.strategy import data_parallel
+from autoddl.costmodel.strategy import Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.extraction import extract
 from autoddl.pipelines.runtime.applied import AppliedModule
@@ -23,19 +23,68 @@ import zoo_models
 flow: Any = load_oneflow()
 
 
-def compared(names: list[str]) -> dict[str, str]:
-    """Compare losses (or outputs) and gradients with those of the plain models, split along the batch; return the differences."""
+class KeyGroups(flow.nn.Module):
+    """Two query heads for each key, a mask of the input, a bias with a column per head, and a dropout of probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = flow.nn.Embedding(20, 32)
+        self.q, self.k, self.v = flow.nn.Linear(32, 32), flow.nn.Linear(32, 16), flow.nn.Linear(32, 16)
+        self.o = flow.nn.Linear(32, 20)
+        self.bias = flow.nn.Parameter(flow.randn(23, 4))
+        self.register_buffer("distances", flow.arange(12)[:, None] - flow.arange(12)[None] + 11)
+        self.drop = flow.nn.Dropout(0.2)
+
+    def forward(self, tokens: Any, labels: Any) -> Any:
+        h = self.table(tokens)
+        q = self.q(h).reshape(-1, 12, 4, 8).transpose(1, 2)
+        k, v = (part.reshape(-1, 12, 2, 8).transpose(1, 2) for part in (self.k(h), self.v(h)))
+        k, v = (part.unsqueeze(2).expand(-1, 2, 2, 12, 8).reshape(-1, 4, 12, 8) for part in (k, v))
+        scores = flow.matmul(q, k.transpose(-2, -1)) / 3 + self.bias[self.distances].permute(2, 0, 1)
+        scores = scores.masked_fill((tokens == 0)[:, None, None, :], -1e9)
+        y = flow.matmul(self.drop(flow.softmax(scores, dim=-1)), v).transpose(1, 2).reshape(-1, 12, 32)
+        return flow.nn.functional.cross_entropy(self.o(y).reshape(-1, 20), labels.reshape(-1))
+
+
+def key_groups() -> tuple[Any, Any]:
+    tokens = flow.randint(0, 20, (8, 12))
+    return KeyGroups(), (tokens, tokens)
+
+
+OWN_MODELS = {"key_groups": key_groups, "windows_with_dropout": lambda: zoo_models.swin(attn_drop_rate=0.2)}
+
+
+def compared(names: list[str], is_by_features: bool = False) -> dict[str, str]:
+    """Compare losses (or outputs) and gradients with those of the plain models; return the differences.
+
+    Args:
+        names: The models.
+        is_by_features: Whether layers are split along their features or heads where they can be, not along the batch.
+    """
     differences = {}
     for name in names:
         flow.manual_seed(0)  # the same model and examples on every rank
-        differences[name] = _difference(*getattr(zoo_models, name)())
+        make = OWN_MODELS.get(name) or getattr(zoo_models, name)
+        differences[name] = _difference(*make(), is_by_features=is_by_features)
     return differences
 
 
-def _difference(module: Any, inputs: Any) -> str:
+def _difference(module: Any, inputs: Any, is_by_features: bool) -> str:
     graph = extract(module, inputs)
-    strategy = data_parallel((flow.env.get_world_size(),))
-    strategies = {layer.name: strategy for layer in graph.layers}
+    size = flow.env.get_world_size()
+    strategies = {layer.name: data_parallel((size,)) for layer in graph.layers}
+    if is_by_features:
+        shared = {name for layer in graph.layers for p in layer.parameters if p.tied_to for name in (layer.name, p.tied_to)}
+        by_features = Strategy(((1, size, 1),))
+        strategies |= {
+            layer.name: by_features
+            for layer in graph.layers
+            # A table and a product that share a weight are not divided in the same way.
+            if by_features.divides(layer) and (layer.kind == "attention" or layer.name not in shared)
+        }
+    divided = [layer for layer in graph.layers if layer.kind == "attention" and strategies[layer.name].p1 == size]
+    if is_by_features and not divided:
+        return "no attention is divided by heads"
     workload = Workload(len(inputs[0]), len(inputs[0]), "float32")
     applied = AppliedModule(module, graph, strategies, workload, check=True)
     rng = np.random.default_rng(0)
