@@ -27,7 +27,16 @@ __all__ = ["AttentionRegion", "find_attentions"]
 _MATMULS = frozenset({"batch_matmul", "broadcast_matmul", "matmul"})
 #: Operators that apply a mask, a bias or a scale to the scores.
 _MASKS = frozenset(
-    {"masked_fill", "where", "where_scalar_x", "where_scalar_y", "add_n", "broadcast_add", "broadcast_sub", "broadcast_mul"}
+    {
+        "masked_fill",
+        "where",
+        "where_scalar_x",
+        "where_scalar_y",
+        "add_n",
+        "broadcast_add",
+        "broadcast_sub",
+        "broadcast_mul",
+    }
 )
 #: Operators between q, k or v and its source that rearrange elements (rotary positions concatenate two halves).
 _REARRANGEMENTS = VIEWS | frozenset({"concat"})
@@ -49,6 +58,7 @@ class AttentionRegion:
         dropout: Whether dropout is applied to the probabilities.
         is_interleaved: Whether the features of the only source are q, k and v of each head together, and not those of all heads.
         windows: Number of windows of successive rows that attend to themselves alone.
+        key_rows: Rows of keys and values of one sample.
         changes: What happens to the scores before the softmax; None if nothing but a causal mask.
         reason: Why ranks cannot run the core as attention, as the end of a sentence.  "" if they can.
     """
@@ -65,6 +75,7 @@ class AttentionRegion:
     reason: str = ""
     is_interleaved: bool = False
     windows: int = 1
+    key_rows: int = 0
     changes: tuple[Change, ...] | None = None
 
 
@@ -139,6 +150,7 @@ def _region_around(
         reason=reason,
         is_interleaved=order == "interleaved",
         windows=sizes.windows,
+        key_rows=sizes.windows * sizes.keys,
         changes=changes,
     )
 
@@ -193,24 +205,22 @@ def _possible_sizes(graph: OperatorGraph, scores: Operator, weighted: Operator) 
     """Return the sizes that a core may have: all its matrices are of heads, or the first dimension has windows of the samples.
 
     Returns:
-        Nothing if the numbers of queries and keys differ, or if the first dimension does not begin with the batch.
+        Nothing if the first dimension does not begin with the batch.
     """
     *leading, rows, columns = graph.shapes[scores.output]
     *weighted_leading, weighted_rows, head_dim = graph.shapes[weighted.output]
     num_matrices = math.prod(leading)
-    if rows != columns or leading != weighted_leading or weighted_rows != rows or num_matrices % graph.batch:
+    if leading != weighted_leading or weighted_rows != rows or num_matrices % graph.batch:
         return []
     if leading and leading[0] % graph.batch:
         return []
     heads = num_matrices // graph.batch
     windows = leading[0] // graph.batch if len(leading) > 1 else 1
     counts = {1: heads, windows: heads // windows}
-    return [CoreSizes(number, rows, of_each, head_dim) for number, of_each in counts.items()]
+    return [CoreSizes(number, rows, columns, of_each, head_dim) for number, of_each in counts.items()]
 
 
-def _merge_heads(
-    graph: OperatorGraph, weighted: Operator, sizes: CoreSizes
-) -> tuple[str, dict[str, Operator]] | None:
+def _merge_heads(graph: OperatorGraph, weighted: Operator, sizes: CoreSizes) -> tuple[str, dict[str, Operator]] | None:
     """Return the tensor that holds the features of all heads in its last dimension, or None if there is none.
 
     The second value are the views between the product with v and this tensor.  A single head needs no view.

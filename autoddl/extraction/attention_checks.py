@@ -1,8 +1,8 @@
 """Checks that a found attention core computes what ranks compute for a layer of kind ``attention``.
 
 Plain attention is softmax(q k^T / sqrt(head_dim)) v, with a causal mask or none; what else may happen to its scores is found by
-:mod:`.score_changes`. The features of the input are q, k and v of all heads one after the other, or those of each head together. Views between the input and q, k and v are followed element by element, on an
-array of indices.
+:mod:`.score_changes`. The features of the input are q, k and v of all heads one after the other, or those of each head together.
+Views between the input and q, k and v are followed element by element, on an array of indices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def other_reason(
         if graph.active_inputs(op) and any(tensor not in masks for tensor in graph.learned_inputs(op)):
             return "its attention scales or shifts its queries, keys or values by learned tensors"
     tensor = softmax.output
-    while (op := graph.sole_consumer(tensor)) is not None and op is not weighted:
+    while (reader := graph.sole_consumer(tensor)) is not None and reader is not weighted:
+        op = reader
         if op.kind not in {"dropout", "transpose", *NEUTRAL, *_VIEWS}:
             return f"its attention applies {op.kind} to probabilities"
         if op.kind == "dropout" and not _is_in_order(graph, tensor, softmax.output):
@@ -97,7 +98,12 @@ def is_plain(
         sizes: Sizes of the core.
         causal: Whether one of the masks is causal, if that is known.
     """
-    if sizes.windows > 1 or causal is None or not all(graph.is_fixed(m) and not graph.is_learned(m) for m in masks):
+    if (
+        sizes.windows > 1
+        or sizes.keys != sizes.rows
+        or causal is None
+        or not all(graph.is_fixed(m) and not graph.is_learned(m) for m in masks)
+    ):
         return False
     after, tensor = 1.0, softmax.inputs[0]
     while (op := graph.producer[tensor]) is not scores:
@@ -142,10 +148,10 @@ def core_order(
         sizes: Sizes of the core.
     """
     windows, heads, head_dim = sizes.windows, sizes.heads, sizes.head_dim
-    rows = windows * sizes.rows
     if sum(graph.elements(tensor) for tensor in sources) // graph.batch > _MAX_FOLLOWED:
         return "plain"
-    features = [graph.elements(tensor) // (graph.batch * rows) for tensor in sources]
+    lengths = [sizes.rows, *(sizes.keys for _ in sources[1:])]
+    features = [graph.elements(tensor) // (graph.batch * windows * length) for tensor, length in zip(sources, lengths)]
     places = []
     for op, key in ((scores, "a"), (scores, "b"), (weighted, "b")):
         tensor = op.arguments[key][0]
@@ -156,10 +162,12 @@ def core_order(
         is_transposed = op is scores and key == "b" and not op.attributes.get("transpose_b")
         index = index.reshape(-1, *index.shape[-2:])
         index = np.swapaxes(index, 1, 2) if is_transposed else index
-        if index.shape[1:] != (sizes.rows, head_dim) or windows * heads % len(index):
+        length = sizes.rows if op is scores and key == "a" else sizes.keys
+        rows = windows * length
+        if index.shape[1:] != (length, head_dim) or windows * heads % len(index):
             return "other"
         if windows > 1:  # the windows of a head are its rows, one after the other
-            index = index.reshape(windows, -1, sizes.rows, head_dim).swapaxes(0, 1).reshape(-1, rows, head_dim)
+            index = index.reshape(windows, -1, length, head_dim).swapaxes(0, 1).reshape(-1, rows, head_dim)
         first = index[:, :1, :].copy()
         if first.max() >= features[number] or not np.array_equal(
             index, first + np.arange(rows, dtype=np.int32)[None, :, None] * features[number]

@@ -131,7 +131,9 @@ def fuse_projections(
             if tensor in by_output and not graph.is_read_outside(tensor, names):
                 part = by_output[tensor]
                 by_source.setdefault(part.source, []).append(part)
-        groups += [DenseGroup(tuple(parts)) for parts in by_source.values() if len(parts) > 1]
+        # Keys and values of another sequence than the queries stay apart: attention reads three tensors then.
+        if len(by_source) == 1:
+            groups += [DenseGroup(tuple(parts)) for parts in by_source.values() if len(parts) > 1]
     return groups
 
 

@@ -184,8 +184,10 @@ class _Gathering(Assembly):
         """
         reason = region.reason
         read = {projected.get(tensor, tensor) for tensor in region.sources}
-        if not reason and (len(region.sources), len(read)) not in ((1, 1), (3, 1), (3, 3)):
-            reason = "its queries are of another sequence than its keys"
+        if not reason and (len(region.sources), len(read)) not in ((1, 1), (3, 1), (3, 2), (3, 3)):
+            reason = "it does not read queries, keys and values as one tensor, or as three"
+        if not reason and region.key_rows != region.rows and len(region.sources) < 3:
+            reason = "its keys are some of the rows that its queries are"
         if not reason and not all(self.samples.contexts[op.name] in ("split", "fixed") for op in region.operators):
             reason = "its attention mixes samples"
         if not reason and any(
@@ -225,8 +227,12 @@ class _Gathering(Assembly):
     def _add_attention(self, region: AttentionRegion) -> None:
         graph = self.graph
         # A row of the sources has (heads + 2 kv_heads) * head_dim features.
+        is_across = region.key_rows != region.rows
         features = sum(graph.elements(tensor) for tensor in region.sources) // (graph.batch * region.rows)
         kv_heads, rest = divmod(features - region.heads * region.head_dim, 2 * region.head_dim)
+        if is_across:
+            kv_heads = graph.elements(region.sources[1]) // (graph.batch * region.key_rows * region.head_dim)
+            rest = 0
         if rest or kv_heads < 1 or region.heads % kv_heads:
             kv_heads = region.heads
         made = self.score_programs[region.output] if region.changes is not None else None
@@ -237,6 +243,7 @@ class _Gathering(Assembly):
             region.head_dim,
             kv_heads=kv_heads,
             causal=region.causal is not False,
+            key_rows=region.key_rows if is_across else None,
             windows=region.windows,
             changes=None if made is None else len(made.program.results),
             dropout=bool(region.dropout),
@@ -244,7 +251,7 @@ class _Gathering(Assembly):
         is_own_module = region.path and region.path not in self.container_children
         layer = replace(
             layer,
-            input_shape=(region.rows, features),
+            input_shape=layer.input_shape if is_across else (region.rows, features),
             modules=(region.path,) if region.path else (),
             attributes={**layer.attributes, **({"interleaved": 1} if region.is_interleaved else {})},
             scores=None if made is None else made.program,

@@ -1,12 +1,12 @@
 """Finds what a traced model does to the scores of an attention core before the softmax: biases, masks and factors.
 
-Ranks run a core for some heads and samples (:mod:`autoddl.pipelines.runtime.changed_scores`). So every tensor that changes the scores
-gets a shape of 5 dimensions, (samples, windows, heads, queries, keys), each 1 where all have the same. The scores of a model have
-the same dimensions in this order, some of them joined: (samples * windows, heads, queries, keys) in the windows of Swin. A tensor is
-aligned with the last dimensions of the scores that it changes, so its own dimensions tell where it is the same.
+Ranks run a core for some heads and samples (:mod:`autoddl.pipelines.runtime.changed_scores`). So every tensor that changes the
+scores gets a shape of 5 dimensions, (samples, windows, heads, queries, keys), each 1 where all have the same. The scores of a model
+have the same dimensions in this order, some of them joined: (samples * windows, heads, queries, keys) in the windows of Swin. A
+tensor is aligned with the last dimensions of the scores that it changes, so its own dimensions tell where it is the same.
 
-**Learned biases** are divided with the heads, so column h of their table may change the scores of head h alone. Its place is followed
-through lookups of rows, views and element-wise operators.
+**Learned biases** are divided with the heads, so column h of their table may change the scores of head h alone. Its place is
+followed through lookups of rows, views and element-wise operators.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import NamedTuple, cast
 
 from autoddl.costmodel.program import Dims, Scaled, at
 
@@ -45,13 +45,15 @@ class CoreSizes(NamedTuple):
 
     Attributes:
         windows: Windows of rows that attend to themselves alone.
-        rows: Rows of a window.
+        rows: Rows of queries of a window.
+        keys: Rows of keys of a window.
         heads: Query heads.
         head_dim: Features of a head.
     """
 
     windows: int
     rows: int
+    keys: int
     heads: int
     head_dim: int
 
@@ -75,7 +77,7 @@ class Change:
 
 def changes_between(
     graph: OperatorGraph, scores: Operator, softmax: Operator, sizes: CoreSizes, factor: float
-) -> Union[tuple[Change, ...], str]:
+) -> tuple[Change, ...] | str:
     """Return what happens to scores between the product q k^T and the softmax, or why ranks cannot do that.
 
     Args:
@@ -129,7 +131,7 @@ def number_of(op: Operator) -> float:
     return float(attributes["float_operand" if is_float else "int_operand"])
 
 
-def _change(graph: OperatorGraph, op: Operator, before: str, sizes: CoreSizes) -> Union[Change, str]:
+def _change(graph: OperatorGraph, op: Operator, before: str, sizes: CoreSizes) -> Change | str:
     """Return the change of one operator, or why ranks cannot do that."""
     role, key = _ROLES[op.kind]
     others = [tensor for tensor in op.inputs if tensor != before] if not key else [op.arguments[key][0]]
@@ -150,13 +152,13 @@ def _change(graph: OperatorGraph, op: Operator, before: str, sizes: CoreSizes) -
 
 
 def _factors(sizes: CoreSizes) -> Dims:
-    return (Scaled(1), sizes.windows, sizes.heads, sizes.rows, sizes.rows)
+    return (Scaled(1), sizes.windows, sizes.heads, sizes.rows, sizes.keys)
 
 
 def _groups(dims: Dims, sizes: CoreSizes) -> list[list[int]] | None:
     """Return which of the 5 dimensions are joined in each dimension of scores; None if they have another order.
 
-    >>> _groups((Scaled(4), 2, 7, 7), CoreSizes(4, 7, 2, 8)), _groups((2, Scaled(4), 7, 7), CoreSizes(4, 7, 2, 8))
+    >>> _groups((Scaled(4), 2, 7, 7), CoreSizes(4, 7, 7, 2, 8)), _groups((2, Scaled(4), 7, 7), CoreSizes(4, 7, 7, 2, 8))
     ([[0, 1], [2], [3], [4]], None)
     """
     factors, groups, place = _factors(sizes), [], 0
@@ -178,11 +180,11 @@ def _groups(dims: Dims, sizes: CoreSizes) -> list[list[int]] | None:
 def _shape(dims: Dims, scores: Dims, groups: Sequence[Sequence[int]], sizes: CoreSizes) -> Dims | None:
     """Return the 5 dimensions of a tensor that is aligned with scores; None if it does not fit."""
     aligned = (*(1,) * (len(scores) - len(dims)), *dims)
-    factors, shape = _factors(sizes), [1, 1, 1, 1, 1]
+    factors, shape = _factors(sizes), cast("list[int | Scaled]", [1, 1, 1, 1, 1])
     for length, full, group in zip(aligned, scores, groups):
         if length == full:
             for place in group:
-                shape[place] = factors[place]  # type: ignore[call-overload]
+                shape[place] = factors[place]
         elif length != 1:
             return None
     return tuple(shape) if len(aligned) == len(scores) else None
@@ -207,13 +209,15 @@ def _is_by_head(graph: OperatorGraph, variable: str, tensor: str, shape: Dims) -
 
 
 def _place_after(
-    graph: OperatorGraph, op: Operator, read: Sequence[str], places: dict[str, int], heads: Union[int, Scaled]
+    graph: OperatorGraph, op: Operator, read: Sequence[str], places: dict[str, int], heads: int | Scaled
 ) -> int | None:
     """Return the dimension of the heads in the result of an operator; None if it mixes heads, or if that is not known."""
     before, after = graph.dims[read[0]], graph.dims[op.output]
     place = places[read[0]]
     if op.kind in LOOKUPS or op.kind == "gather_nd":
-        table, indices = lookup_arguments(op) if op.kind in LOOKUPS else (op.arguments["params"][0], op.arguments["indices"][0])
+        table, indices = (
+            lookup_arguments(op) if op.kind in LOOKUPS else (op.arguments["params"][0], op.arguments["indices"][0])
+        )
         # Rows are looked up; the last dimension of indices of gather_nd is that of a place in the table.
         depth = int(at(graph.dims[indices][-1:], 1)[0]) if op.kind == "gather_nd" else 1
         if [table] != list(read) or op.attributes.get("axis", 0) != 0 or place == 0 or depth != 1:

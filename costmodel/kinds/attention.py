@@ -172,8 +172,8 @@ def _copies(layer: Layer, strategy: Strategy) -> tuple[int, ...] | None:
     if kv_heads % s == 0:
         return ()
     left = s // kv_heads
-    # Each rank has whole query heads, each with a slice of its key and value.
-    if s % kv_heads or heads % s or key_slices(layer) == 1:
+    # Each rank has whole query heads, each with a slice of its key and value, which come with the queries.
+    if s % kv_heads or heads % s or key_slices(layer) == 1 or "key_rows" in attributes:
         return None
     copies = []
     for _, p1, _ in reversed(strategy.splits):  # neighbours share heads

@@ -1,7 +1,7 @@
 """Attention whose scores a traced model changes before the softmax, on the heads and samples of one rank.
 
-What changes them are tensors of 5 dimensions (samples, windows, heads, queries, keys), each 1 where all have the same. They come from
-a program of the model (:attr:`autoddl.costmodel.layer.Layer.scores`), which every rank runs for all heads.
+What changes them are tensors of 5 dimensions (samples, windows, heads, queries, keys), each 1 where all have the same. They come
+from a program of the model (:attr:`autoddl.costmodel.layer.Layer.scores`), which every rank runs for all heads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def attend_changed(
     groups: int,
     group_heads: int,
     head_dim: int,
-    changes: Sequence[tuple[str, Tensor, float]],
+    changes: Sequence[tuple[str, Tensor, float]] = (),
+    others: Sequence[Tensor] = (),
     windows: int = 1,
     theta: float | None = None,
     drop: DropProbabilities | None = None,
@@ -45,32 +46,38 @@ def attend_changed(
         x, ranks, groups, group_heads, head_dim, theta, drop, slices, copy_axes: As those of :func:`.attending.attend`.
         changes: What is done to the scores, in order: a role of :data:`autoddl.costmodel.program.ROLES`, a tensor of this rank's
             heads, and the role's value.
+        others: Keys and values if they are of other rows than the queries, each (samples, key rows, groups * head_dim). ``x`` are
+            the queries alone then.
         windows: Number of windows of successive positions that attend to themselves alone.
 
     Returns:
         (samples, sequence, groups * group_heads * head_dim).
     """
-    query, key, value = separate(x, ranks, groups, group_heads, head_dim, slices, copy_axes)
-    samples, _, _, sequence, _ = query.shape
+    samples, sequence, _ = x.shape
+    if others:
+        query = x.reshape(samples, sequence, groups, group_heads, head_dim).permute(0, 2, 3, 1, 4)
+        key, value = (t.reshape(samples, -1, groups, head_dim).transpose(1, 2) for t in others)
+    else:
+        query, key, value = separate(x, ranks, groups, group_heads, head_dim, slices, copy_axes)
     if theta is not None:
         angles = rotary_angles(((0, sequence),), head_dim, theta, x.dtype, x.device.type)
         query, key = rotate(query, *angles), rotate(key, *angles)
-    heads, rows = groups * group_heads, sequence // windows
+    heads, rows, keys = groups * group_heads, sequence // windows, key.shape[2] // windows
 
-    def in_windows(x: Tensor) -> Tensor:
-        return x.reshape(samples, heads, windows, rows, head_dim).transpose(1, 2)
+    def in_windows(x: Tensor, length: int) -> Tensor:
+        return x.reshape(samples, heads, windows, length, head_dim).transpose(1, 2)
 
     def of_heads(x: Tensor) -> Tensor:
-        return in_windows(x.unsqueeze(2).expand(samples, groups, group_heads, sequence, head_dim))
+        return in_windows(x.unsqueeze(2).expand(samples, groups, group_heads, windows * keys, head_dim), keys)
 
     # The query is scaled before the product, which could exceed the range of half precision.
-    query = in_windows(query) * (1.0 / math.sqrt(head_dim))
+    query = in_windows(query, rows) * (1.0 / math.sqrt(head_dim))
     scores = flow.matmul(query, of_heads(key).transpose(-2, -1))
     for role, tensor, number in changes:
         scores = _changed(scores, role, tensor, number)
     probabilities = softmax(scores, ranks.backend.master)
     if drop is not None:
-        probabilities = drop(probabilities, np.arange(rows), np.arange(rows))
+        probabilities = drop(probabilities, np.arange(rows), np.arange(keys))
     out = flow.matmul(probabilities, of_heads(value))
     return out.permute(0, 1, 3, 2, 4).reshape(samples, sequence, heads * head_dim)
 

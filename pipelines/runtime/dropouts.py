@@ -120,6 +120,7 @@ def bind_dropout(
     rows: int,
     heads: int,
     windows: int = 1,
+    key_rows: int | None = None,
 ) -> Callable[[Tensor, np.ndarray, np.ndarray], Tensor]:
     """Return the dropout of attention as a function of the probabilities, and of the positions of queries and keys.
 
@@ -128,15 +129,16 @@ def bind_dropout(
         rows: Positions per sample.
         heads: Query heads of all ranks.
         windows: Number of windows of positions that attend to themselves alone.
+        key_rows: Rows of keys per sample; None: as many as positions.
     """
-    length = rows // windows
+    num_queries, num_keys = rows // windows, (key_rows or rows) // windows
 
     def drop(x: Tensor, queries: np.ndarray, keys: np.ndarray) -> Tensor:
         def index() -> np.ndarray:
             own = np.unique(_own_rows(layout, samples, rows, ranks.rank, False)[:, 0] // rows)
             of_window = np.add.outer(own * windows, np.arange(windows)) * heads
             matrices = np.add.outer(of_window, layout.blocks(heads)[ranks.rank]).reshape(-1)
-            return np.add.outer(np.add.outer(matrices * length, queries) * length, keys)
+            return np.add.outer(np.add.outer(matrices * num_queries, queries) * num_keys, keys)
 
         return dropout(x, step, ranks.rank, index)
 

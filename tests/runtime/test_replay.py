@@ -39,7 +39,7 @@ MODELS = {
 
 
 #: Models whose attention changes its scores.
-ATTENTIONS = ["t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups"]
+ATTENTIONS = ["t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups", "across"]
 
 
 @pytest.mark.ranks

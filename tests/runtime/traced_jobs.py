@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,35 @@ def key_groups() -> tuple[Any, Any]:
     return KeyGroups(), (tokens, tokens)
 
 
-OWN_MODELS = {"key_groups": key_groups, "windows_with_dropout": lambda: zoo_models.swin(attn_drop_rate=0.2)}
+class Across(flow.nn.Module):
+    """Queries of 7 rows, keys of 12, a mask of both, and a dropout of probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = flow.nn.Embedding(20, 32)
+        self.q, self.k, self.v, self.o = (flow.nn.Linear(32, 32) for _ in range(4))
+        self.drop = flow.nn.Dropout(0.2)
+
+    def forward(self, source: Any, target: Any, labels: Any) -> Any:
+        x, y = self.table(target), self.table(source)
+        q = self.q(x).reshape(-1, 7, 4, 8).transpose(1, 2)
+        k, v = (part(y).reshape(-1, 12, 4, 8).transpose(1, 2) for part in (self.k, self.v))
+        scores = flow.matmul(q, k.transpose(-2, -1)) / math.sqrt(8)
+        is_hidden = ((source == 0)[:, None] | (source[:, None] == target[:, :, None]))[:, None]
+        scores = scores.masked_fill(is_hidden, -1e9)
+        y = flow.matmul(self.drop(flow.softmax(scores, dim=-1)), v).transpose(1, 2).reshape(-1, 7, 32)
+        return flow.nn.functional.cross_entropy((x + self.o(y)).reshape(-1, 32), labels.reshape(-1))
+
+
+def across() -> tuple[Any, Any]:
+    return Across(), (flow.randint(0, 20, (8, 12)), *(flow.randint(0, 20, (8, 7)) for _ in range(2)))
+
+
+OWN_MODELS = {
+    "across": across,
+    "key_groups": key_groups,
+    "windows_with_dropout": lambda: zoo_models.swin(attn_drop_rate=0.2),
+}
 
 
 def compared(names: list[str], is_by_features: bool = False) -> dict[str, str]:
@@ -74,7 +103,8 @@ def _difference(module: Any, inputs: Any, is_by_features: bool) -> str:
     size = flow.env.get_world_size()
     strategies = {layer.name: data_parallel((size,)) for layer in graph.layers}
     if is_by_features:
-        shared = {name for layer in graph.layers for p in layer.parameters if p.tied_to for name in (layer.name, p.tied_to)}
+        tied = [(layer.name, p.tied_to) for layer in graph.layers for p in layer.parameters if p.tied_to]
+        shared = {name for names in tied for name in names}
         by_features = Strategy(((1, size, 1),))
         strategies |= {
             layer.name: by_features

@@ -299,7 +299,7 @@ def _norm(context: _Context) -> GlobalLayer:
 
 def _attention(context: _Context) -> GlobalLayer:
     layer, attributes, producers = context.layer, context.layer.attributes, context.producers
-    if layer.scores is not None:
+    if layer.scores is not None or "key_rows" in attributes:
         raise UserError(
             f"{layer.describe()}: the graph executor runs attention whose scores nothing but a causal mask changes; "
             "use the eager executor"

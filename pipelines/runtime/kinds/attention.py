@@ -36,9 +36,15 @@ def program(context: LayerContext) -> LayerProgram:
             f"{layer.describe()}: reads {len(producers)} tensors, should read q, k and v or all of them in one"
         )
     statements: list[Statement] = []
-    if len(producers) == 3:
+    is_across = "key_rows" in attributes
+    if is_across and len(producers) != 3:
+        raise UserError(
+            f"{layer.describe()}: attention to other rows is executed on ranks if it reads queries, keys and values; "
+            f"it reads {len(producers)} tensors, and is priced only"
+        )
+    if len(producers) == 3 and not is_across:
         statements.append(Call("concat_heads", ([X, Name("input_1"), Name("input_2")],), {"groups": num_groups}))
-    elif not is_grouped:
+    elif not is_grouped and not is_across:
         if num_parts > 1:
             raise UserError(
                 f"{layer.describe()}: it reads {producers[0]!r}, whose features cannot be split into heads; "
@@ -51,14 +57,14 @@ def program(context: LayerContext) -> LayerProgram:
     if is_dropped := kind_of(layer.kind).drops_elements(layer):
         dropout = context.fact("dropout", "dropout_of", layer.name, -1, *layer.dropouts[-1:])
         arguments = (dropout, Name("step"), RANKS, context.layout, Name("num_samples"), layer.rows, attributes["heads"])
-        windows = {"windows": attributes["windows"]} if "windows" in attributes else {}
-        statements.append(Call("bind_dropout", arguments, windows, result=("drop",)))
+        further = {name: attributes[name] for name in ("windows", "key_rows") if name in attributes}
+        statements.append(Call("bind_dropout", arguments, further, result=("drop",)))
         options["drop"] = Name("drop")
-    if slices > 1:
+    if slices > 1 and not is_across:
         options["slices"] = slices
     if context.strategy.key_copies:
         options["copy_axes"] = list(context.strategy.key_copy_axes)
-    if layer.scores is not None:
+    if layer.scores is not None or is_across:
         return _with_changed_scores(context, statements, options)
     options["causal"] = bool(attributes["causal"])
     options |= {"window": attributes["window"]} if "window" in attributes else {}
@@ -76,17 +82,16 @@ def _with_changed_scores(
 ) -> LayerProgram:
     """Return the program of attention whose scores a traced model changes, given the statements that make its input."""
     layer, attributes = context.layer, context.layer.attributes
-    assert layer.scores is not None
-    before, changes = score_calls(context, layer.scores, attributes["heads"])
-    windows = {"windows": attributes["windows"]} if "windows" in attributes else {}
-    call = Call(
-        "attend_changed",
-        (X, RANKS),
-        {**options, "changes": changes, **windows},
-        num_steps=ALL_STEPS,
-        computes=True,
-    )
-    kept = ("x", *(name.text for _, name, _ in changes))
+    before, changes = ([], []) if layer.scores is None else score_calls(context, layer.scores, attributes["heads"])
+    others = ["input_1", "input_2"] if "key_rows" in attributes else []
+    options = {
+        **options,
+        **({"changes": changes} if changes else {}),
+        **({"others": list(map(Name, others))} if others else {}),
+        **({"windows": attributes["windows"]} if "windows" in attributes else {}),
+    }
+    call = Call("attend_changed", (X, RANKS), options, num_steps=ALL_STEPS, computes=True)
+    kept = ("x", *others, *(name.text for _, name, _ in changes))
     weights = tuple(weight_name(i) for i in range(len(layer.parameters)))
     return LayerProgram(weights, (*statements, *before, *context.recomputable(kept, [call])))
 
@@ -95,11 +100,8 @@ def check_attention(layer: Layer) -> None:
     """Check that ranks have a program for the layer.
 
     Raises:
-        UserError: It is cross attention, or it has parameters of its own that do not change its scores, or what changes its scores
-            is not known.
+        UserError: It has parameters of its own that do not change its scores, or what changes its scores is not known.
     """
-    if "key_rows" in layer.attributes:
-        raise UserError(f"{layer.describe()}: cross attention is priced, but not executed on ranks")
     if is_changed(layer) and layer.scores is None:
         raise UserError(f"{layer.describe()}: its scores are changed, and the graph does not say how")
     if layer.parameters and layer.scores is None:

@@ -67,8 +67,8 @@ def score_calls(context: LayerContext, program: Program, heads: int) -> tuple[li
     for number, result in enumerate(program.results):
         variable = tables.get(result.variable, result.variable)
         shape = _sized(list(result.shape), is_whole=False)
-        arguments = (Name(variable), shape, context.layout, heads, RANKS)
-        calls.append(Call("own_heads", arguments, result=(f"change_{number}",)))
+        of_all = (Name(variable), shape, context.layout, heads, RANKS)
+        calls.append(Call("own_heads", of_all, result=(f"change_{number}",)))
         changes.append([result.role, Name(f"change_{number}"), result.value])
     return calls, changes
 
