@@ -10,7 +10,8 @@ embedding    vocabulary, features: a lookup table
 position     positions, features: a table added to every sample
 attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences;
              with key_rows, cross attention, which reads q, and k and v of as many rows; interleaved = 1 if its input has
-             q, k and v of each head together, not those of all heads
+             q, k and v of each head together, not those of all heads; windows: successive rows that attend to themselves
+             alone; changes: number of tensors that change the scores (the layer's ``scores`` computes them)
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
