@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .attention_checks import core_factor, core_order, is_plain, other_reason
+from .attention_checks import core_factor, core_order, is_plain, other_reason, turning_reason
 from .operators import ELEMENTWISE, UNARY, VIEWS, Operator, OperatorGraph
 from .score_changes import Change, CoreSizes, changes_between
 
@@ -118,10 +118,12 @@ def _region_around(
     query, key = scores.arguments["a"][0], scores.arguments["b"][0]
     value = weighted.arguments["b"][0]
     sources: dict[str, None] = {}
+    turned: list[Operator] = []
     for tensor in (query, key, value):
         tensor_sources, operators = _find_sources(graph, tensor, ends, passable)
         sources.update(dict.fromkeys(tensor_sources))
         members.update(operators)
+        turned += operators.values() if tensor != value else ()
     # 5. Feeders.
     _add_feeders(graph, members)
     if not _is_closed(graph, members, output):
@@ -129,6 +131,7 @@ def _region_around(
     causal = _is_causal(graph, masks, sizes.rows)
     factor = core_factor(graph, scores, tuple(sources))
     reason, changes = other_reason(graph, softmax, weighted, members, masks), None
+    reason = reason or turning_reason(graph, turned, softmax.path, sizes.head_dim)
     if not reason and not is_plain(graph, softmax, scores, masks, factor, sizes, causal):
         known = sizes.head_dim**-0.5 if factor is None else factor
         changed = changes_between(graph, scores, softmax, sizes, known)

@@ -13,18 +13,21 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from autoddl.costmodel.program import at
+from autoddl.pipelines.runtime.facts import rotary_base_of
 
 from .operators import Operator, OperatorGraph
 from .scales import attributes_of
 from .score_changes import NEUTRAL, SCALES, CoreSizes, keeps_order, number_of
 
-__all__ = ["core_factor", "core_order", "is_plain", "other_reason"]
+__all__ = ["core_factor", "core_order", "is_plain", "other_reason", "turning_reason"]
 
 #: Most elements whose places are followed; larger inputs are taken to have their features in the usual order.
 _MAX_FOLLOWED = 1 << 25
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 #: Operators of scores that ranks apply too: masks.
 _OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", *NEUTRAL})
+#: Operators that turn queries and keys by their positions.
+_TURNING = frozenset({"broadcast_mul", "add_n", "broadcast_add", "negative", "concat"})
 #: Operators that rearrange elements, and are followed.
 _FOLLOWED = frozenset({*_VIEWS, "transpose", "narrow", "slice", "expand", *NEUTRAL, *SCALES})
 
@@ -59,6 +62,47 @@ def _is_in_order(graph: OperatorGraph, tensor: str, source: str) -> bool:
     """Return whether a tensor has the elements of another one in the same order, perhaps with some dropped."""
     followed = _followed(graph, tensor, (source,), {*_FOLLOWED, "dropout"})
     return followed is not None and np.array_equal(followed[1].reshape(-1), np.arange(followed[1].size))
+
+
+def turning_reason(graph: OperatorGraph, operators: Sequence[Operator], path: str, head_dim: int) -> str:
+    """Return why ranks cannot turn queries and keys by their positions as a model does, as the end of a sentence; "" if they can.
+
+    Ranks turn the pairs (i, i + head_dim / 2), or nothing. Where cosine and sine come from is not followed.
+
+    Args:
+        graph: The traced operators.
+        operators: Operators between queries or keys and their sources.
+        path: Path of the module of the softmax.
+        head_dim: Features of a head.
+    """
+    others = [op for op in operators if op.kind not in _FOLLOWED]
+    if not others:
+        return ""
+    unknown = sorted({op.kind for op in others} - _TURNING)
+    if unknown:
+        return f"its attention applies {unknown[0]} to queries or keys"
+    if not all(_swaps_halves(graph, op, head_dim) for op in others if op.kind == "concat"):
+        return "its attention turns other pairs of features than (i, i + head_dim / 2) by their positions"
+    if rotary_base_of(graph.model, path) is None:
+        return "no attribute rope_theta of its module, or of one around it, gives the base of its rotary positions"
+    return ""
+
+
+def _swaps_halves(graph: OperatorGraph, concat: Operator, head_dim: int) -> bool:
+    """Return whether an operator makes (-b, a) of the two halves (a, b) of the features of heads."""
+    parts = []
+    for tensor in concat.arguments["in"]:
+        sign = 1.0
+        while (op := graph.producer.get(tensor)) is not None and op.kind in ("negative", *SCALES, *NEUTRAL):
+            sign *= -1.0 if op.kind == "negative" else number_of(op) ** SCALES[op.kind] if op.kind in SCALES else 1.0
+            tensor = op.inputs[0]
+        if op is None or op.kind not in ("narrow", "slice"):
+            return False
+        first = op.attributes["start"] if op.kind == "narrow" else op.attributes["start"][-1]
+        parts.append((sign, first, graph.shapes[tensor][-1], op.inputs[0]))
+    half = head_dim // 2
+    sources = {source for *_, source in parts}
+    return len(sources) == 1 and [part[:3] for part in parts] == [(-1.0, half, half), (1.0, 0, half)]
 
 
 def core_factor(graph: OperatorGraph, scores: Operator, sources: Sequence[str]) -> float | None:

@@ -128,6 +128,7 @@ def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
         containers=_containers(module),
         leaves=frozenset(path for path, part in module.named_modules() if not list(part.children())),
         modules={path: part for path, part in module.named_modules() if path},
+        model=module,
         notes=tuple(notes),
     )
 
