@@ -25,9 +25,9 @@ from functools import partial
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import LOSSES
-from autoddl.pipelines.runtime.statements import EPILOGUES
 
 from ..zoo import layers as make
+from .activations import epilogue_name, is_plain_activation
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
@@ -43,10 +43,6 @@ from .samples import find_samples
 
 __all__ = ["gather"]
 
-#: Names of operators in an epilogue, by OneFlow's operator name, if the two differ.
-EPILOGUE_NAMES = {"fast_gelu": "gelu", "sigmoid_v2": "sigmoid"}
-#: Attributes of operators in an epilogue that ranks do not know with other values.
-_PLAIN_ATTRIBUTES = {"elu": {"alpha": 1.0}, "softplus": {"beta": 1.0, "threshold": 20.0}}
 #: Operators that keep the elements and their order.
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "identity", "to_contiguous"})
 
@@ -268,7 +264,7 @@ class _Gathering(Assembly):
         rows, in_features = self.graph.rows_and_features(first.source)
         names = [self._dense_name(part) for part in group.parts]
         out_features = sum(part.out_features for part in group.parts)
-        epilogue = tuple(EPILOGUE_NAMES.get(a, a) for a in group.activations) + (("mul",) if group.output else ())
+        epilogue = tuple(map(epilogue_name, group.activations)) + ((group.operation,) if group.output else ())
         layer = make.linear("", rows, in_features, out_features, epilogue=epilogue)
         variables = [
             parameter
@@ -417,17 +413,15 @@ class _Gathering(Assembly):
             return True
         if owner is None or len(op.inputs) != 1 or owner.is_program or owner.layer.kind in ("attention", "position"):
             return False
-        name = EPILOGUE_NAMES.get(op.kind, op.kind)
-        attributes = {key: op.attributes.get(key) for key in _PLAIN_ATTRIBUTES.get(op.kind, ())}
         if op.kind == "dropout":
             is_known = self._is_dropout_module(op) and len(owner.layer.output_shape) < 3
         else:
-            is_known = name in EPILOGUES and name not in ("square", "abs", "exp", "identity")
+            is_known = is_plain_activation(op)
         # The operations of an epilogue follow each other, and nothing else reads the results between them.
         is_last = self._follows(owner, op.inputs[0])
-        if not is_known or not is_last or attributes != _PLAIN_ATTRIBUTES.get(op.kind, {}):
+        if not is_known or not is_last:
             return False
-        owner.epilogue.append((name, graph.elements(op.output) // graph.batch))
+        owner.epilogue.append((epilogue_name(op.kind), graph.elements(op.output) // graph.batch))
         owner.streams += [stream_of(graph, op)] if op.kind == "dropout" else []
         self._take_over(owner, op)
         return True
