@@ -39,7 +39,7 @@ _MASKS = frozenset(
     }
 )
 #: Operators between q, k or v and its source that rearrange elements (rotary positions concatenate two halves).
-_REARRANGEMENTS = VIEWS | frozenset({"concat"})
+_REARRANGEMENTS = VIEWS | frozenset({"concat", "repeat_elements"})
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", *NEUTR
 #: Operators that turn queries and keys by their positions.
 _TURNING = frozenset({"broadcast_mul", "add_n", "broadcast_add", "negative", "concat"})
 #: Operators that rearrange elements, and are followed.
-_FOLLOWED = frozenset({*_VIEWS, "transpose", "narrow", "slice", "expand", *NEUTRAL, *SCALES})
+_FOLLOWED = frozenset({*_VIEWS, "transpose", "narrow", "slice", "expand", "repeat_elements", *NEUTRAL, *SCALES})
 
 
 def other_reason(
@@ -283,6 +283,8 @@ def _followed(
         elif op.kind == "slice":
             bounds = zip(attributes["start"], attributes["stop"], attributes["step"])
             index = index[tuple(slice(*bound) for bound in bounds)]
+        elif op.kind == "repeat_elements":
+            index = np.repeat(index, attributes["repeats"], axis=attributes["dim"])
         elif op.kind == "expand":
             index = np.broadcast_to(index, at(graph.dims[op.output], 1))
         else:

@@ -18,6 +18,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 
 from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, lookup_arguments
+from .rewriting import marked_gradients, rewritten
 from .scales import with_scales
 
 __all__ = ["trace"]
@@ -101,6 +102,7 @@ def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
             raise UserError(f"the trace contains the operator {conf.name} of type {kind}, which is not supported")
     # Remove operators that are not part of the model or whose results are not used.
     operators, outputs = _without_wrapper(operators, returned)
+    operators, outputs = rewritten(operators, shapes, outputs)
     operators = _without_unused(operators, outputs)
     _infer_missing_shapes(operators, shapes)
     # Inputs without the batch dimension are constants.
@@ -271,7 +273,13 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
                 raise UserError("the module returns no tensor; it should return its loss or its output")
             return tuple(flow.sum(output.to(flow.float32)) for output in outputs)
 
-    with _silenced(), _batch_norms_as_local(), _created_tensors() as created, _copied_lists(module) as copies:
+    with (
+        _silenced(),
+        _batch_norms_as_local(),
+        marked_gradients(),
+        _created_tensors() as created,
+        _copied_lists(module) as copies,
+    ):
         created += copies
         graph = Traced()
         try:
