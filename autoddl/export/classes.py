@@ -16,7 +16,7 @@ from autoddl.costmodel.layerwork import is_in_recomputed_block
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from .layertext import TextPlace, layer_text
-from .scene import Scene
+from .scene import ONE_STAGE, Scene
 from .source import comment, literal
 from .writing import folded, indented
 
@@ -328,7 +328,7 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
         "",
         f"    def forward(self, {stage_input}{_model_arguments(scene)}"
         f"{_parameters(scene.form.forward_arguments)}) -> Tensor:",
-        *(["        PASSES.begin(self.training)"] if scene.draws_numbers else []),
+        *(["        PASSES.begin(self.training)"] if scene.draws_numbers and scene.form is ONE_STAGE else []),
         *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[graph.layers[-1].name]}",
     ]

@@ -64,6 +64,7 @@ class Scene:
 
     Attributes:
         graph: layers of the stage.
+        model: layers of the whole model.
         cluster: devices of the stage.
         workload: batch, micro-batch, precision, optimizer and recomputation.
         strategies: strategy of each layer by name.
@@ -77,6 +78,7 @@ class Scene:
     """
 
     graph: LayerGraph
+    model: LayerGraph
     cluster: Cluster
     workload: Workload
     strategies: Mapping[str, Strategy]
@@ -107,24 +109,30 @@ class Scene:
 
     @cached_property
     def is_traced(self) -> bool:
-        """Whether a program of a layer reads arguments of the model, so that the model gets all of them."""
-        programs = (layer.program for layer in self.graph.layers)
+        """Whether a program of a layer reads arguments of the model, so that the model or its stages get all of them."""
+        programs = (layer.program for layer in self.model.layers)
         return any(program is not None and program.reads_data for program in programs)
 
     @cached_property
-    def draws_noise(self) -> bool:
-        """Whether a layer draws random numbers other than for dropouts."""
-        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
-        return any(
-            "stream" in call.attributes and call.kind != "dropout" for program in programs for call in program.calls
-        )
+    def has_dropouts(self) -> bool:
+        """Whether layers of known kinds have dropouts, which GPUs draw with their own generators."""
+        return any(layer.dropouts for layer in self.model.layers)
 
     @cached_property
+    def random_places(self) -> Mapping[str, tuple[int, ...]]:
+        """Where the samples lie in the results of the random operators of programs, by the name of the operator."""
+        programs = (layer.program for layer in self.model.layers if layer.program is not None)
+        return {
+            call.attributes["stream"]: tuple(call.attributes["place"])
+            for program in programs
+            for call in program.calls
+            if "stream" in call.attributes
+        }
+
+    @property
     def draws_numbers(self) -> bool:
-        """Whether a layer draws random numbers, which depend on the number of the pass."""
-        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
-        in_programs = any("stream" in call.attributes for program in programs for call in program.calls)
-        return in_programs or any(layer.dropouts for layer in self.graph.layers)
+        """Whether a layer of the model draws random numbers, which depend on the number of the pass."""
+        return self.has_dropouts or bool(self.random_places)
 
     @cached_property
     def common_mesh(self) -> tuple[Axis, ...] | None:

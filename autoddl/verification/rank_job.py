@@ -39,7 +39,7 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.ranks.rank import report
 from autoddl.pipelines.runtime.ranks.wire import Meter
 from autoddl.pipelines.runtime.samples import like
-from autoddl.pipelines.runtime.seededrandom import has_named_random, seeded_random
+from autoddl.pipelines.runtime.seededrandom import has_named_random, random_places, seeded_random
 from autoddl.pipelines.runtime.stage.model import PlannedModel
 
 from ..zoo.modules import build_module, make_batch
@@ -80,7 +80,8 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
         versions.load_delayed(step)
         passes = task.workload.batch // pass_samples
         numbers = range(step * passes + 1, (step + 1) * passes + 1)
-        with seeded_random(module, task.graph, numbers) if is_random else contextlib.nullcontext():
+        drawing = seeded_random(module, random_places(task.graph), numbers) if is_random else contextlib.nullcontext()
+        with drawing:
             loss = loss_of(module(*map(HOST.tensor, data)))
         loss.backward()
         versions.load_newest()

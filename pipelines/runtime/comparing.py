@@ -22,7 +22,7 @@ from autoddl.costmodel.nearest import divisors
 from .backend import HOST
 from .load import load_oneflow
 from .replay.operators import RANDOM
-from .seededrandom import seeded_random
+from .seededrandom import random_places, seeded_random
 from .stage.global_weights import GlobalWeights
 
 flow: Any = load_oneflow()
@@ -110,7 +110,7 @@ def _plain_output(module: Any, graph: LayerGraph, samples: Sequence[Tensor], ste
     Outside of the first rank, OneFlow 0.9.0 refuses recurrent modules: they mix tensors of ``cpu:0`` and of the rank's ``cpu:1``.
     """
     try:
-        with seeded_random(module, graph, [step]):
+        with seeded_random(module, random_places(graph), [step]):
             return module(*samples)
     except RuntimeError as error:
         if flow.env.get_rank() and "to be on the same device" in str(error):
