@@ -13,6 +13,7 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.program import TracedCall
 from autoddl.costmodel.strategy import PRODUCT, Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
@@ -121,13 +122,17 @@ class Scene:
     @cached_property
     def random_places(self) -> Mapping[str, tuple[int, ...]]:
         """Where the samples lie in the results of the random operators of programs, by the name of the operator."""
+        return {call.attributes["stream"]: tuple(call.attributes["place"]) for call in self._random_calls}
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether a program draws random numbers other than for dropouts, perhaps in evaluation, too."""
+        return any(call.kind != "dropout" for call in self._random_calls)
+
+    @property
+    def _random_calls(self) -> list[TracedCall]:
         programs = (layer.program for layer in self.model.layers if layer.program is not None)
-        return {
-            call.attributes["stream"]: tuple(call.attributes["place"])
-            for program in programs
-            for call in program.calls
-            if "stream" in call.attributes
-        }
+        return [call for program in programs for call in program.calls if "stream" in call.attributes]
 
     @property
     def draws_numbers(self) -> bool:

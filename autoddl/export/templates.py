@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from autoddl.pipelines.runtime.load import CUDA_LIBRARIES
 from autoddl.pipelines.runtime.model_constants import LEARNING_RATES
 from autoddl.pipelines.runtime.samples import text_task
+from autoddl.pipelines.runtime.stage.plan import norm_parts
 
 from ..zoo.builtin import BuiltIn, MLPSizes, ResNetSizes, VGGSizes
 from .scene import Scene
@@ -270,23 +271,28 @@ def _user_values(model: str, pipeline: PipelineCalls | None, scene: Scene) -> di
         "what": "random data like its examples",
     }
     whole = ", reads_all=True" if is_traced else ""
-    whole += f", places={value_text(places)}" if scene.random_places else ""
+    drawing = f"lambda steps: seeded_random(plain, {value_text(places)}, steps)"
+    norms = norm_parts(scene.model, scene.strategies) if pipeline is None else pipeline.norms
+    grouping = f"    group_norms(plain, {value_text(norms)}, MICRO_BATCH{'' if pipeline is None else ' // SLOTS'})\n"
+    before = grouping if norms and (pipeline or scene.draws_noise) else ""
+    if scene.draws_noise:
+        whole += f", drawing={drawing}"
+    # GPUs draw the dropouts of layers with generators of their own.
+    condition = "    if BACKEND.device != GPU:\n    " if scene.draws_noise and scene.has_dropouts else ""
     if pipeline is None:
         return {
             **values,
-            "check_before": f"    check_against_plain(model, plain, batch(options.seed, 0, examples){whole})\n",
+            "check_before": f"{before}{condition}    check_against_plain(model, plain, batch(options.seed, 0, examples){whole})\n",
             "set_values": "take_plain_values(model, plain)",
         }
-    options = f", SLOTS, places={value_text(places)}" if scene.draws_numbers else ""
-    options += f"{'' if options else ', SLOTS'}, norms={value_text(pipeline.norms)}" if pipeline.norms else ""
-    # GPUs draw the dropouts of layers with generators of their own.
+    options = f", {drawing}, SLOTS" if scene.draws_numbers else ""
     unlike = f"options.load{' or BACKEND.device == GPU' if scene.has_dropouts else ''}"
     samples = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"
     return {
         **values,
         "stages": f"[lambda stage=stage: stage_of_plain(stage, plain) for stage in ({', '.join(pipeline.stages)})]",
         "set_stages": "",
-        "check_before": f"    samples = {samples}\n    expected = None if {unlike} else plain_loss(plain, samples{options})\n",
+        "check_before": f"{before}    samples = {samples}\n    expected = None if {unlike} else plain_loss(plain, samples{options})\n",
         "check": "        if not run and expected is not None:\n            check_loss(float(losses[0]), expected)\n",
     }
 

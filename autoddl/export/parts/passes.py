@@ -19,6 +19,10 @@ class Passes:
         self.step: int | None = None
         self._count = 0
 
+    def restart(self) -> None:
+        """Let the next training pass be the first one."""
+        self._count = 0
+
     def begin(self, training: bool) -> None:
         """Begin a forward pass of the whole model."""
         self._count += training

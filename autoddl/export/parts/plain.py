@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import oneflow as flow
 
 from autoddl.pipelines.runtime.backend import HOST
 from autoddl.pipelines.runtime.facts import module_at
-from autoddl.pipelines.runtime.groupednorms import group_norms
-from autoddl.pipelines.runtime.seededrandom import seeded_random
 
 from .parameters import all_parameters
+from .passes import PASSES
+
+Drawing = Callable[[Sequence[Any]], Any]
+"""Returns a context in which the plain model draws the numbers of some training passes; None is a pass outside of training."""
 
 
 def plain_model(file: str, function: str) -> tuple[Any, tuple[Any, ...]]:
@@ -115,7 +116,7 @@ def check_against_plain(
     samples: Sequence[np.ndarray],
     tolerance: float = 1e-4,
     reads_all: bool = False,
-    places: Mapping[str, tuple[int, ...]] | None = None,
+    drawing: Drawing | None = None,
 ) -> None:
     """Check that the annotated model computes the same loss as the plain model.
 
@@ -125,18 +126,20 @@ def check_against_plain(
         samples: the inputs and targets of a micro-batch.
         tolerance: largest relative difference of the two losses.
         reads_all: whether the annotated model gets all arguments of the plain model, not only the first and the last.
-        places: where the samples lie in the results of random operators, if the model draws random numbers in evaluation, too.
+        drawing: lets the plain model draw the random numbers of the annotated one, if these are not only for dropouts. The two are
+            then compared in training, since the annotated model draws such numbers in evaluation, too.
 
     Raises:
         ValueError: the two losses differ.
     """
     was_training = plain.training
-    plain.eval()
-    model.eval()
+    is_training = drawing is not None and was_training
+    plain.train(is_training)
+    model.train(is_training)
     with flow.no_grad():
         loss = float(model(*(samples if reads_all else inputs_and_targets(samples))).numpy())
         try:
-            with contextlib.nullcontext() if places is None else seeded_random(plain, places, [None]):
+            with drawing([1 if is_training else None]) if drawing else flow.no_grad():
                 expected = loss_in(plain(*map(HOST.tensor, samples)))
         except RuntimeError as error:
             # OneFlow 0.9.0 runs recurrent modules on the first rank of a CPU job alone.
@@ -145,32 +148,25 @@ def check_against_plain(
             expected = loss
     plain.train(was_training)
     model.train(was_training)
+    PASSES.restart()
     check_loss(loss, expected, tolerance)
 
 
 def plain_loss(
-    plain: Any,
-    batches: Sequence[Sequence[np.ndarray]],
-    slots: int = 1,
-    places: Mapping[str, tuple[int, ...]] | None = None,
-    norms: Mapping[str, tuple[int, int]] | None = None,
+    plain: Any, batches: Sequence[Sequence[np.ndarray]], drawing: Drawing | None = None, slots: int = 1
 ) -> float | None:
     """Return the plain model's loss, averaged over some micro-batches; None if OneFlow cannot run it on this rank.
 
     Args:
         batches: the micro-batches, in the order of the training passes.
+        drawing: lets the plain model draw the random numbers of the pipeline.
         slots: number of passes of a micro-batch.
-        places: where the samples lie in the results of random operators, if the model draws random numbers: the plain model then
-            draws those of the pipeline.
-        norms: how ranks divide the samples of each batch norm, by path; the plain model then has their statistics.
     """
     losses = []
-    group_norms(plain, norms or {}, len(batches[0][0]) // slots)
     for number, samples in enumerate(batches):
         steps = range(number * slots + 1, (number + 1) * slots + 1)
-        drawing = contextlib.nullcontext() if places is None else seeded_random(plain, places, steps)
         try:
-            with flow.no_grad(), drawing:
+            with flow.no_grad(), drawing(steps) if drawing else flow.no_grad():
                 losses.append(loss_in(plain(*map(HOST.tensor, samples))))
         except RuntimeError as error:
             # OneFlow 0.9.0 runs recurrent modules on the first rank of a CPU job alone.
