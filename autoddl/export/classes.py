@@ -118,7 +118,8 @@ def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", run.block, re.ASCII):
         return False
     for layer in run.layers:
-        paths = [layer.name, *layer.modules, *(p.name for p in layer.parameters)]
+        # The module of a layer may be the block itself.
+        paths = [layer.name, *(f"{path}.module" for path in layer.modules), *(p.name for p in layer.parameters)]
         if layer.program is not None:
             if layer.program.reads_data:
                 return False

@@ -306,7 +306,7 @@ class _LayerWriter:
             return f"{arguments[0]}.reshape{arguments[1]}"
         options = {name: self._text(value, names) for name, value in call.options.items() if value != []}
         if "stream" in options:
-            options["stream"] = self.place.path(call.options["stream"])
+            options["stream"] = self._stream(call.options["stream"])
         arguments += [f"{name}={value}" for name, value in options.items() if value != "None"]
         return f"{call.function.replace('ranks.', 'RANKS.')}({', '.join(arguments)})"
 
@@ -360,6 +360,15 @@ class _LayerWriter:
         if isinstance(value, (list, tuple)) and any(isinstance(part, (Name, Axis, Size, list)) for part in value):
             return f"[{', '.join(self._text(part, names) for part in value)}]"
         return value_text(value)
+
+    def _stream(self, name: str) -> str:
+        """Return the expression of the name of random numbers. In a block, ``__init__`` makes it, since only it knows the path."""
+        text = self.place.path(name)
+        if not text.startswith('f"{path}'):
+            return text
+        attribute = f"self.{self.scene.names.of(f'{self.place.label} {text[8:-1]}')}"
+        self.constants[attribute] = text
+        return attribute
 
     # ---- Properties of the plain model -------------------------------------------------------------------------------
 
