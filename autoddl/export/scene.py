@@ -114,6 +114,13 @@ class Scene:
         programs = (layer.program for layer in self.model.layers)
         return any(program is not None and program.reads_data for program in programs)
 
+    @property
+    def has_synchronised_norms(self) -> bool:
+        """Whether batch norms have the statistics of the samples of all ranks."""
+        programs = (layer.program for layer in self.model.layers if layer.program is not None)
+        in_programs = any(call.attributes.get("synchronised") for program in programs for call in program.calls)
+        return in_programs or any(layer.attributes.get("synchronised") for layer in self.model.layers)
+
     @cached_property
     def has_dropouts(self) -> bool:
         """Whether layers of known kinds have dropouts, which GPUs draw with their own generators."""

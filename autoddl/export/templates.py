@@ -274,7 +274,8 @@ def _user_values(model: str, pipeline: PipelineCalls | None, scene: Scene) -> di
     drawing = f"lambda steps: seeded_random(plain, {value_text(places)}, steps)"
     norms = norm_parts(scene.model, scene.strategies) if pipeline is None else pipeline.norms
     grouping = f"    group_norms(plain, {value_text(norms)}, MICRO_BATCH{'' if pipeline is None else ' // SLOTS'})\n"
-    before = grouping if norms and (pipeline or scene.draws_noise) else ""
+    # In evaluation, batch norms of CPU ranks are alike, but OneFlow runs synchronised ones on GPUs only.
+    before = grouping if norms and (pipeline or scene.draws_noise or scene.has_synchronised_norms) else ""
     if scene.draws_noise:
         whole += f", drawing={drawing}"
     # GPUs draw the dropouts of layers with generators of their own.

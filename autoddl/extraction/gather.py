@@ -33,7 +33,7 @@ from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
 from .drafts import LayerDraft
 from .finishing import finish
-from .images import image_layer_of
+from .images import image_layer_of, is_synchronised
 from .losses import LossRegion, find_loss
 from .norms import NormRegion, find_norms
 from .operators import LOOKUPS, SUMS, Operator, OperatorGraph, lookup_arguments, stream_of
@@ -534,7 +534,10 @@ class _Gathering(Assembly):
             is_program=True,
             operators=list(operators),
             mixes_samples=any(
-                member.kind == "normalization" and member.attributes.get("training") for member in operators
+                member.kind == "normalization"
+                and member.attributes.get("training")
+                and not is_synchronised(self.graph.modules.get(member.path))
+                for member in operators
             ),
             reason=self.reasons.get(op.name, ""),
         )

@@ -20,6 +20,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.nearest import divisors
 
 from .backend import HOST
+from .groupednorms import batch_norms_as_local
 from .load import load_oneflow
 from .replay.operators import RANDOM
 from .seededrandom import random_places, seeded_random
@@ -110,7 +111,7 @@ def _plain_output(module: Any, graph: LayerGraph, samples: Sequence[Tensor], ste
     Outside of the first rank, OneFlow 0.9.0 refuses recurrent modules: they mix tensors of ``cpu:0`` and of the rank's ``cpu:1``.
     """
     try:
-        with seeded_random(module, random_places(graph), [step]):
+        with batch_norms_as_local(), seeded_random(module, random_places(graph), [step]):
             return module(*samples)
     except RuntimeError as error:
         if flow.env.get_rank() and "to be on the same device" in str(error):

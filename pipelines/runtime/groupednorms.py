@@ -6,8 +6,9 @@ same if it normalises the samples of each rank by themselves, one pass and one r
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autoddl.costmodel.graph import LayerGraph
@@ -19,9 +20,21 @@ from .stage.plan import norm_parts
 
 flow = load_oneflow()
 
-__all__ = ["group_batch_norms", "group_norms"]
+__all__ = ["batch_norms_as_local", "group_batch_norms", "group_norms"]
 
 Tensor = Any
+
+
+@contextlib.contextmanager
+def batch_norms_as_local() -> Iterator[None]:
+    """Let synchronised batch norms compute what others do while the context is active; OneFlow runs them on GPUs only."""
+    nn = flow.nn
+    forward = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = forward
 
 
 def group_batch_norms(module: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], pass_samples: int) -> None:

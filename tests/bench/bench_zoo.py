@@ -40,7 +40,7 @@ FAMILIES = {
     "speech": ("speech", "conformer"),
     "recommendation": ("wide_and_deep", "deepfm", "dlrm", "ncf"),
     "generative": ("dcgan_generator", "dcgan_discriminator", "vae", "autoencoder", "diffusion"),
-    "others": ("clip", "siamese", "graph_convolution", "outputs_of_several_kinds", "weighted_norm"),
+    "others": ("clip", "siamese", "graph_convolution", "outputs_of_several_kinds", "weighted_norm", "sync_norms"),
 }
 
 

@@ -950,3 +950,23 @@ def random_parts():
             return F.cross_entropy(self.head(x).reshape(-1, 50), targets.reshape(-1))
 
     return Model(), _tokens(50, 8)
+
+
+def sync_norms():
+    """Batch norms over all samples, of images and of sequences."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+            self.norm, self.norm_2 = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+            self.rows, self.norm_3 = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+            self.head = nn.Linear(8, 10)
+
+        def forward(self, images, labels):
+            x = F.relu(self.norm(self.first(images)))
+            x = x + F.relu(self.norm_2(self.second(x)))
+            x = F.relu(self.norm_3(self.rows(x.flatten(2))))
+            return F.cross_entropy(self.head(x.mean(2)), labels)
+
+    return nn.SyncBatchNorm.convert_sync_batchnorm(Model()), images(8)

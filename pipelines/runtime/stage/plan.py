@@ -287,5 +287,5 @@ def norm_parts(graph: LayerGraph, strategies: Mapping[str, Strategy]) -> dict[st
         calls = () if layer.program is None else layer.program.calls
         for call in calls:
             if call.kind == "normalization":
-                parts[call.path] = (strategy.p0, 1)
+                parts[call.path] = (1 if call.is_whole or call.is_synchronised else strategy.p0, 1)
     return parts
