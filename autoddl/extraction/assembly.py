@@ -27,6 +27,8 @@ class Assembly:
         self.drafts: list[LayerDraft] = []
         #: By tensor name: the layer whose output holds the elements of the tensor. Raw and fixed tensors have no entry.
         self.owners: dict[str, LayerDraft] = {}
+        #: By operator name: why no layer of a kind with more strategies describes it.
+        self.reasons: dict[str, str] = {}
 
     # ---- Layers -----------------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,9 @@ from autoddl.costmodel.kinds.epilogue import GATES
 from ..zoo.layers import batch_norm_note, kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import Operator, OperatorGraph
+from .reasons import join_names
 
-__all__ = ["LayerDraft", "build_layer_graph", "join_names"]
-
-#: Names that a note lists; the others are counted.
-MAX_LISTED_NAMES = 4
+__all__ = ["LayerDraft", "build_layer_graph"]
 
 
 @dataclass(eq=False)
@@ -136,7 +134,7 @@ def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -
             key = "+".join(dict.fromkeys(draft.kinds)), draft.reason
             opaque_layers.setdefault(key, []).append(name_of_draft[id(draft)])
     notes = [
-        f"{kinds} ({join_names(names)}): can be split along the batch only{reason and f', since {reason}'}"
+        f"{kinds} ({join_names(names)}): can be split along the batch only, since {reason}"
         for (kinds, reason), names in opaque_layers.items()
     ]
     normalised = [
@@ -159,16 +157,6 @@ def _unused_notes(graph: OperatorGraph, owners: dict[str, str]) -> list[str]:
     used = {graph.variables[tensor].name for tensor in owners}
     unused = [name for name in graph.parameters if name not in used]
     return [f"parameters that no layer uses: {join_names(unused)}"] if unused else []
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Return the first names as a list in text, with the number of the others.
-
-    >>> join_names(["a", "b", "c", "d", "e", "f"])
-    'a, b, c, d and 2 more'
-    """
-    num_more = len(names) - MAX_LISTED_NAMES
-    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def _sample_name(drafts: Sequence[LayerDraft], graph: OperatorGraph) -> str:

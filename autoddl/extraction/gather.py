@@ -72,8 +72,6 @@ class _Gathering(Assembly):
         self.container_children = {child for children in graph.containers.values() for child in children}
         #: By operator name, for the operators of regions: adds the region's layer.  None if another operator of the region does.
         self.actions: dict[str, Callable[[], None] | None] = {}
-        #: By operator name: why no layer of a kind with more strategies describes it.
-        self.reasons: dict[str, str] = {}
         #: Names of the operators of recurrent modules.
         self.recurrent: set[str] = set()
 
@@ -158,7 +156,7 @@ class _Gathering(Assembly):
             return self._is_parameter(part.weight)
         is_stored = self._is_parameter(part.weight) and part.product.attributes.get("transpose_b")
         if not is_stored:
-            self.reasons[part.product.name] = "its weight is not stored as (out, in)"
+            self.reasons[part.product.name] = "its weight is not stored as (out, in), or is computed"
         is_vector = not part.bias or self._is_parameter(part.bias, (part.out_features,))
         return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
 
@@ -170,7 +168,16 @@ class _Gathering(Assembly):
         )
         features = self.graph.shapes[norm.source][-1]
         are_vectors = bool(norm.learned) and all(self._is_parameter(tensor, (features,)) for tensor in norm.learned)
-        return has_constant and are_vectors and self._has_rows(norm.source) and all(map(self._is_split, norm.operators))
+        if not has_constant:
+            reason = "its norm has no module that says with eps what is added to the variance"
+        elif not are_vectors:
+            reason = "its norm has no scale that is a parameter with an element for each feature"
+        elif not self._has_rows(norm.source) or not all(map(self._is_split, norm.operators)):
+            reason = "its norm has the samples along the features, or mixes samples"
+        else:
+            return True
+        self.reasons |= {op.name: reason for op in norm.operators}
+        return False
 
     def _is_known_attention(self, region: AttentionRegion, projected: Mapping[str, str]) -> bool:
         """Return whether ranks have the attention core; if not, its operators get the reason.
@@ -539,7 +546,6 @@ class _Gathering(Assembly):
                 and not is_synchronised(self.graph.modules.get(member.path))
                 for member in operators
             ),
-            reason=self.reasons.get(op.name, ""),
         )
         self._add(draft, output, *(tensor for tensor in op.outputs if tensor != output))
         draft.output = output
