@@ -377,7 +377,9 @@ class _LayerWriter:
         texts = [value_text(argument) for argument in fact.arguments]
         if fact.function == "dropout_of":
             if not self.layer.dropouts:
-                raise UserError(f"{self.layer.describe()}: it has dropout, which form='oneflow' writes for traced models")
+                raise UserError(
+                    f"{self.layer.describe()}: it has dropout, which form='oneflow' writes for traced models"
+                )
             # The name of its random numbers contains the path of its module.
             texts = ['""', *texts[1:-1], self.place.path(fact.arguments[-1])]
         arguments = ", ".join(["plain", self.place.path(fact.path), *texts])

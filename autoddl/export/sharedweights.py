@@ -92,7 +92,7 @@ class SharedWeights:
         return f"{layouts_text(call, lambda _: literal(name))}[0]"
 
     def _layers_with(self, number: int, names: Sequence[str]) -> list[Layer]:
-        """Return the layers of a stage that store a weight of one of these names; others of the stage may share what these store."""
+        """Return the layers of a stage that store a weight of one of these names; further ones of the stage share it."""
         stage = self._stages[number]
         return [
             layer

@@ -204,11 +204,7 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
         "selected": "",
         "set_values": "initialize(model, seed)",
         **(_pipeline_values(pipeline) if pipeline else _MODEL_VALUES),
-        **(
-            _user_values(model, pipeline, scene)
-            if scene.built_in is None
-            else _built_in_values(scene.built_in)
-        ),
+        **(_user_values(model, pipeline, scene) if scene.built_in is None else _built_in_values(scene.built_in)),
     }
     parts = {name: _filled(values[name], values) for name in ("build", "main")}
     return _filled(_MAIN, {**values, **parts})
@@ -293,7 +289,8 @@ def _user_values(model: str, pipeline: PipelineCalls | None, scene: Scene) -> di
         **values,
         "stages": f"[lambda stage=stage: stage_of_plain(stage, plain) for stage in ({', '.join(pipeline.stages)})]",
         "set_stages": "",
-        "check_before": f"{before}    samples = {samples}\n    expected = None if {unlike} else plain_loss(plain, samples{options})\n",
+        "check_before": f"{before}    samples = {samples}\n"
+        f"    expected = None if {unlike} else plain_loss(plain, samples{options})\n",
         "check": "        if not run and expected is not None:\n            check_loss(float(losses[0]), expected)\n",
     }
 

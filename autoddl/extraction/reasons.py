@@ -40,13 +40,21 @@ _OTHER = {
     **dict.fromkeys(("sort", "arg_sort", "top_k", "argmax"), "it compares the elements of a row"),
     **dict.fromkeys(("cumsum", "cumprod"), "it adds up the elements of a row"),
     **dict.fromkeys(("gather_nd", "dim_gather", "one_hot"), "it reads elements at places that are computed"),
-    **dict.fromkeys(("layer_norm", "l2_normalize", "rms_norm"), "its norm is not along the features, or has no parameters"),
+    **dict.fromkeys(
+        ("layer_norm", "l2_normalize", "rms_norm"), "its norm is not along the features, or has no parameters"
+    ),
 }
-_CUTS = frozenset({"narrow", "slice", "concat", "stack", "pad", "roll", "flip", "slice_update", "unfold", "fold", "expand"})
+_CUTS = frozenset(
+    {"narrow", "slice", "concat", "stack", "pad", "roll", "flip", "slice_update", "unfold", "fold", "expand"}
+)
 
 
 def program_reason(
-    operators: Sequence[Operator], graph: OperatorGraph, samples: Samples, known: Mapping[str, str], is_loss: bool = False
+    operators: Sequence[Operator],
+    graph: OperatorGraph,
+    samples: Samples,
+    known: Mapping[str, str],
+    is_loss: bool = False,
 ) -> str:
     """Return why some operators are no layer of a kind with more strategies, as the end of a sentence.
 

@@ -57,7 +57,11 @@ class Opaque(LayerKind):
             ((), ())
             if program is None
             else crossing_steps(
-                program, quantities.strategy.axes(0), quantities.samples, quantities.itemsize, quantities.statistic_bytes
+                program,
+                quantities.strategy.axes(0),
+                quantities.samples,
+                quantities.itemsize,
+                quantities.statistic_bytes,
             )
         )
         return Body(forward, backward, work + after, 2 * work + after_backward, kept_bytes=kept)

@@ -52,7 +52,7 @@ def group_batch_norms(module: Any, graph: LayerGraph, strategies: Mapping[str, S
 
 
 def group_norms(module: Any, parts: Mapping[str, tuple[int, int]], pass_samples: int) -> None:
-    """Let the batch norms of a module have the statistics of parts of the samples, see `stage.plan.norm_parts`. Changes the module."""
+    """Let batch norms have the statistics of parts of the samples, see `stage.plan.norm_parts`. Changes the module."""
     for path, (num_parts, across) in parts.items():
         own = module_at(module, path)
         own.forward = functools.partial(_grouped_forward, own, num_parts, across, pass_samples)

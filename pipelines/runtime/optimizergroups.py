@@ -34,27 +34,31 @@ def stored_groups(
         UserError: A parameter is not one of the module, or is in no group or in several; or parameters that are stored as one
             tensor are in groups with different options.
     """
-    groups = [dict(group) for group in groups]
-    known = {} if module is None else first_names(module)
+    options = [dict(group) for group in groups]
+    known: Mapping[int, str] = {} if module is None else first_names(module)
     group_of: dict[str, int] = {}
-    for number, group in enumerate(groups):
+    for number, group in enumerate(options):
         given = group.pop("params")
         for parameter in [given] if isinstance(given, str) or hasattr(given, "is_leaf") else given:
             name = _first_name(parameter, number, known, names)
             if group_of.setdefault(name, number) != number:
-                raise UserError(f"{name} is in groups {group_of[name]} and {number} of the optimizer; it should be in one")
-    result: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+                raise UserError(
+                    f"{name} is in groups {group_of[name]} and {number} of the optimizer; it should be in one"
+                )
+    result: list[dict[str, Any]] = [{**group, "params": []} for group in options]
     for parameter in stored.values():
         sources = [source for source, _ in parameter.layout.sources]
         missing = [source for source in sources if source not in group_of]
         if missing and len(missing) < len(sources):
             other = next(source for source in sources if source in group_of)
-            raise UserError(f"{missing[0]} is in no group of the optimizer, but it is stored in one tensor with {other}")
+            raise UserError(
+                f"{missing[0]} is in no group of the optimizer, but it is stored in one tensor with {other}"
+            )
         if missing:
             continue
         first = group_of[sources[0]]
         for source in sources[1:]:
-            if groups[group_of[source]] != groups[first]:
+            if options[group_of[source]] != options[first]:
                 raise UserError(
                     f"{sources[0]} and {source} are stored in one tensor, but are in groups {first} and {group_of[source]} of "
                     "the optimizer, whose options differ; they should be the same"

@@ -44,9 +44,7 @@ def random_places(graph: LayerGraph) -> dict[str, tuple[int, ...]]:
 
 
 @contextlib.contextmanager
-def seeded_random(
-    module: Any, places: Mapping[str, tuple[int, ...]], steps: Sequence[int | None]
-) -> Iterator[None]:
+def seeded_random(module: Any, places: Mapping[str, tuple[int, ...]], steps: Sequence[int | None]) -> Iterator[None]:
     """Let a module draw the numbers of a plan while the context is active.
 
     Args:

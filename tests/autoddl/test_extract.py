@@ -212,7 +212,9 @@ def names_in(note: str) -> set[str]:
         for part in re.split(r"({[^}]*})", form.strip()):
             runs = [run.split("..") for run in part.strip("{}").split(",")]
             is_range = part.startswith("{")
-            choices.append([str(n) for run in runs for n in range(int(run[0]), int(run[-1]) + 1)] if is_range else [part])
+            choices.append(
+                [str(n) for run in runs for n in range(int(run[0]), int(run[-1]) + 1)] if is_range else [part]
+            )
         names.update(map("".join, itertools.product(*choices)))
     return names
 
@@ -222,10 +224,14 @@ def test_graphs_are_sound(name, tmp_path):
     """In one piece, with every opaque layer named in a note, and the same after saving."""
     graph = extracted(name)
     assert nx.is_weakly_connected(graph.networkx())
-    noted = {name for note in graph.notes if ": can be split along the batch only, since " in note for name in names_in(note)}
+    noted = {
+        name for note in graph.notes if ": can be split along the batch only, since " in note for name in names_in(note)
+    }
     opaque = [layer for layer in graph.layers if layer.kind == "opaque"]
     # The last program may do nothing but to return what the model returns.
-    assert {layer.name for layer in opaque if layer is not graph.layers[-1]} <= noted <= {layer.name for layer in opaque}
+    assert (
+        {layer.name for layer in opaque if layer is not graph.layers[-1]} <= noted <= {layer.name for layer in opaque}
+    )
     shown = " ".join(graph.notes)
     for kind in {"roll", "cumsum", "concat", "normalization", "max_pool_2d", "deconv2d", "recurrent module"}:
         layers = [layer.name for layer in graph.layers if layer.kind == "opaque" and kind in layer.name]

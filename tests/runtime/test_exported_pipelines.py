@@ -215,7 +215,8 @@ def test_delayed_weights_are_those_of_the_runtime(counted_ranks, tmp_path, name)
 
 
 @pytest.mark.parametrize(
-    ("name", "recompute"), [("transformer", ()), ("pictures", ()), ("noisy", ("layers", "none")), ("noisy", ("blocks", "stage"))]
+    ("name", "recompute"),
+    [("transformer", ()), ("pictures", ()), ("noisy", ("layers", "none")), ("noisy", ("blocks", "stage"))],
 )
 def test_a_users_model_is_trained_in_stages(ranks, tmp_path, name, recompute):
     """Norms with an eps of their own, a frozen bias, random numbers, and the model's own initial values."""

@@ -16,7 +16,9 @@ NAMES = {name: name for name in ("q.weight", "k.weight", "fc.weight")}
 
 
 def stored(*sources: str) -> Any:
-    return SimpleNamespace(tensor="+".join(sources), layout=SimpleNamespace(sources=[(source, 4) for source in sources]))
+    return SimpleNamespace(
+        tensor="+".join(sources), layout=SimpleNamespace(sources=[(source, 4) for source in sources])
+    )
 
 
 def converted(*groups: Any) -> list[dict[str, Any]]:

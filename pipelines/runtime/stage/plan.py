@@ -278,7 +278,7 @@ def local_shape(rows: int, strategy: Strategy, samples: int) -> tuple[int, int]:
 
 
 def norm_parts(graph: LayerGraph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[int, int]]:
-    """Return how ranks divide the samples of batch norms, by path: the number of parts, and how many lie side by side in an image."""
+    """Return how ranks divide the samples of batch norms, by path: number of parts, and how many lie side by side in an image."""
     parts = {}
     for layer in graph.layers:
         strategy = strategies[layer.name]
