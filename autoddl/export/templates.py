@@ -254,6 +254,7 @@ def _user_values(model: str, pipeline: PipelineCalls | None, scene: Scene) -> di
     is_traced = scene.is_traced
     # In the results of other operators the samples are the first dimension.
     places = {stream: place for stream, place in scene.random_places.items() if place != (0, 1)}
+    unused = scene.model.unused
     values = {
         "argument": ", plain: Any = None",
         "batch_argument": ", examples: Any = ()",
@@ -280,7 +281,7 @@ def _user_values(model: str, pipeline: PipelineCalls | None, scene: Scene) -> di
         return {
             **values,
             "check_before": f"{before}{condition}    check_against_plain(model, plain, batch(options.seed, 0, examples){whole})\n",
-            "set_values": "take_plain_values(model, plain)",
+            "set_values": f"take_plain_values(model, plain{f', unused={value_text(unused)}' if unused else ''})",
         }
     options = f", {drawing}, SLOTS" if scene.draws_numbers else ""
     unlike = f"options.load{' or BACKEND.device == GPU' if scene.has_dropouts else ''}"

@@ -122,8 +122,11 @@ def build_layer_graph(
         )
         edges += [(name_of_draft[id(source)], layer_name) for source in producers[id(draft)]]
     layers = mark_blocks(layers, edges, graph.containers)
-    all_notes = [*notes, *_opaque_notes(drafts, name_of_draft), *_unused_notes(graph, owners)]
-    return LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes))
+    used = {graph.variables[tensor].name for tensor in owners}
+    unused = tuple(name for name in graph.parameters if name not in used)
+    all_notes = [*notes, *_opaque_notes(drafts, name_of_draft)]
+    all_notes += [f"parameters that no layer uses: {join_names(unused)}"] if unused else []
+    return LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes), unused)
 
 
 def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -> list[str]:
@@ -150,13 +153,6 @@ def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -
             f"{join_names(mixing)}: mix the samples of a batch; if the batch is split, each part is mixed by itself"
         )
     return notes
-
-
-def _unused_notes(graph: OperatorGraph, owners: dict[str, str]) -> list[str]:
-    """Return a note that names the parameters which no layer uses, if there are any."""
-    used = {graph.variables[tensor].name for tensor in owners}
-    unused = [name for name in graph.parameters if name not in used]
-    return [f"parameters that no layer uses: {join_names(unused)}"] if unused else []
 
 
 def _sample_name(drafts: Sequence[LayerDraft], graph: OperatorGraph) -> str:

@@ -99,7 +99,8 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
         versions.save()
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
-    values.update({f"final/{name}": _to_array(tensor) for name, tensor in module.named_parameters()})
+    stored = ((name, tensor) for name, tensor in module.named_parameters() if name not in task.graph.unused)
+    values.update({f"final/{name}": _to_array(tensor) for name, tensor in stored})
     np.savez(_reference_file(task), **values)
     return ReferenceResult(
         losses=tuple(losses),

@@ -100,7 +100,8 @@ class AppliedModule(flow.nn.Module):
         self._has_loss, self._reads_targets = model.has_loss, graph.reads_targets
         self._workload, self.graph = workload, graph
         self._stage = Stage(model, 0, model.weights(), stepper)
-        self._weights = GlobalWeights(self._stage, values_of(module, stepper))
+        values = values_of(module, stepper)
+        self._weights = GlobalWeights(self._stage, values)
         self._module = weakref.ref(module)
         # In a list: as an attribute it would become a submodule, with its parameters.
         self._unchecked_module = [module] if check else []
@@ -111,6 +112,7 @@ class AppliedModule(flow.nn.Module):
         # All names in the user's module, each with the first name of the same parameter.
         self._names = {name: first.get(id(find_parameter(module, name)), name) for name in module.state_dict()}
         self._buffer_values = {name: _to_numpy(value) for name, value in module.named_buffers()}
+        self._buffer_values.update((name, values[name]) for name in graph.unused if name in values)
         for path, parameter in self._weights.parameters.items():
             _register(self, path, parameter.tensor)
         self.train(module.training)

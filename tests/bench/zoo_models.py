@@ -178,6 +178,13 @@ def convnext():
     return Classifier(ConvNeXt(num_classes=10, depths=[1, 1, 1, 1], dims=[16, 32, 64, 128])), images(64)
 
 
+def dla():
+    """Aggregated layers, with projections that nothing reads."""
+    from flowvision.models.dla import DLA
+
+    return Classifier(DLA([1, 1, 1, 2, 1, 1], [8, 8, 8, 16, 16, 32], num_classes=10, pool_size=2)), images(64)
+
+
 def pvt():
     from flowvision.models.pvt import PyramidVisionTransformer
 

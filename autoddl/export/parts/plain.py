@@ -60,7 +60,7 @@ def stage_of_plain(stage: Callable[[Any], Any], plain: Any) -> Any:
     return module
 
 
-def take_plain_values(model: Any, plain: Any, is_whole: bool = True) -> None:
+def take_plain_values(model: Any, plain: Any, is_whole: bool = True, unused: Sequence[str] = ()) -> None:
     """Set the parameters of the annotated model to the values of the plain model.
 
     Parameters that the plain model freezes (``requires_grad=False``) are frozen in the annotated model too.
@@ -69,6 +69,7 @@ def take_plain_values(model: Any, plain: Any, is_whole: bool = True) -> None:
         model: the annotated model, or one stage of it.
         plain: the plain model.
         is_whole: whether ``model`` has all parameters; a stage of a pipeline has some of them.
+        unused: names of parameters of the plain model that nothing reads.
 
     Raises:
         ValueError: the parameters of the two models differ in name or shape.
@@ -92,7 +93,7 @@ def take_plain_values(model: Any, plain: Any, is_whole: bool = True) -> None:
         if stored.leaf is not None:
             stored.leaf.requires_grad_(stored.tensor.requires_grad)
         stored.assign(np.concatenate(parts))
-    for name in unused_names.values() if is_whole else ():
+    for name in set(unused_names.values()) - set(unused) if is_whole else ():
         raise ValueError(f"the plain model has the parameter {name}, which this file was not made for")
 
 
