@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.epilogue import GATES
+from autoddl.costmodel.kinds.registry import kind_of
 
 from ..zoo.layers import batch_norm_note, kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import Operator, OperatorGraph
 from .reasons import join_names
 
-__all__ = ["LayerDraft", "build_layer_graph"]
+__all__ = ["LayerDraft", "MixedWeights", "build_layer_graph"]
 
 
 @dataclass(eq=False)
@@ -69,6 +71,37 @@ class LayerDraft:
         return not {name for name, _ in self.epilogue}.isdisjoint(operations)
 
 
+class MixedWeights(Exception):  # noqa: N818 - not an error of the user
+    """Layers share parameters that layers of their kinds cannot share.
+
+    Attributes:
+        variables: The parameters, by tensor name.
+    """
+
+    def __init__(self, variables: frozenset[str]) -> None:
+        super().__init__(variables)
+        self.variables = variables
+
+
+def _check_sharing(drafts: Sequence[LayerDraft]) -> None:
+    """Check that layers which share a parameter are programs, or of kinds that can share it.
+
+    Raises:
+        MixedWeights: They are not.
+    """
+    kinds_of: dict[str, set[str]] = {}
+    for draft in drafts:
+        for variable, _ in draft.variables:
+            kinds_of.setdefault(variable, set()).add(draft.layer.kind)
+    mixed = {
+        variable
+        for variable, kinds in kinds_of.items()
+        if not all(kind_of(a).shares_weights_with(kind_of(b)) for a, b in permutations(sorted(kinds), 2))
+    }
+    if mixed:
+        raise MixedWeights(frozenset(mixed))
+
+
 def build_layer_graph(
     drafts: Sequence[LayerDraft],
     producers: Mapping[int, Sequence[LayerDraft]],
@@ -86,7 +119,11 @@ def build_layer_graph(
         graph: The traced operators.
         name: Name of the layer graph.
         notes: Notes of the layer graph; notes about opaque layers and unused parameters are appended.
+
+    Raises:
+        MixedWeights: Layers share a parameter that layers of their kinds cannot share.
     """
+    _check_sharing(drafts)
     # Unique names.
     unique_names = _unique_names([draft.name for draft in drafts])
     name_of_draft = {id(draft): unique for draft, unique in zip(drafts, unique_names)}

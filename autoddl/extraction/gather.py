@@ -31,7 +31,7 @@ from ..zoo import layers as make
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
-from .drafts import LayerDraft
+from .drafts import LayerDraft, MixedWeights
 from .finishing import finish
 from .images import image_layer_of, is_synchronised
 from .losses import LossRegion, find_loss
@@ -60,14 +60,19 @@ def gather(graph: OperatorGraph, name: str) -> LayerGraph:
     Raises:
         UserError: If no operator depends on both inputs and parameters, or if ranks cannot run an operator.
     """
-    return _Gathering(graph).run(name)
+    mixed: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _Gathering(graph, mixed).run(name)
+        except MixedWeights as error:
+            mixed |= error.variables  # gather again, with programs in place of the layers that share them
 
 
 class _Gathering(Assembly):
     """One pass over the operators of a graph."""
 
-    def __init__(self, graph: OperatorGraph):
-        super().__init__(graph, find_samples(graph))
+    def __init__(self, graph: OperatorGraph, mixed: frozenset[str]):
+        super().__init__(graph, find_samples(graph), mixed)
         #: Paths of the children of module lists and sequences.
         self.container_children = {child for children in graph.containers.values() for child in children}
         #: By operator name, for the operators of regions: adds the region's layer.  None if another operator of the region does.

@@ -37,7 +37,7 @@ __all__ = ["NUM_RECOUNTS", "VerifyOptions", "verify"]
 #: Further counts of the bytes, if a count deviates from the prediction, before the deviation is reported.
 NUM_RECOUNTS = 4
 #: Errors of single precision up to this multiple of the tolerance may be rounding.
-MAX_ROUNDING = 10
+MAX_ROUNDING = 100
 #: Seconds that a rank waits for another one.  A stalled rank is detected within this time, and the command ends within 20 s.
 STALL_SECONDS = 10.0
 #: Parameters that the ranks of a machine copy in a second, at least.

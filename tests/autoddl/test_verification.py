@@ -229,7 +229,7 @@ def a_verification(sent=(1e6, 1e6, 1e6), gradient=1e-7, parameter=1e-7, loss=2.0
     [
         (2e-5, "float32", True),
         (2e-5, "float64", False),
-        (2e-4, "float32", False),
+        (2e-3, "float32", False),
         (math.nan, "float32", False),
         (1e-6, "float32", False),
     ],
