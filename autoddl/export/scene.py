@@ -13,6 +13,7 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.program import TracedCall
 from autoddl.costmodel.strategy import PRODUCT, Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
@@ -113,6 +114,11 @@ class Scene:
         """Whether a program of a layer reads arguments of the model, so that the model or its stages get all of them."""
         programs = (layer.program for layer in self.model.layers)
         return any(program is not None and program.reads_data for program in programs)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the file has the operators of all layers, and runs no module of the plain model."""
+        return all(layer.program is not None or not kind_of(layer.kind).is_opaque for layer in self.model.layers)
 
     @property
     def has_synchronised_norms(self) -> bool:

@@ -273,10 +273,11 @@ def _user_values(model: str, pipeline: PipelineCalls | None, scene: Scene) -> di
     grouping = f"    group_norms(plain, {value_text(norms)}, MICRO_BATCH{'' if pipeline is None else ' // SLOTS'})\n"
     # In evaluation, batch norms of CPU ranks are alike, but OneFlow runs synchronised ones on GPUs only.
     before = grouping if norms and (pipeline or scene.draws_noise or scene.has_synchronised_norms) else ""
-    if scene.draws_noise:
-        whole += f", drawing={drawing}"
+    # Statistics of batch norms depend on how samples are split, so those models are compared in evaluation, unless they draw there.
+    if scene.draws_noise or (scene.is_replayed and not norms):
+        whole += f", drawing={drawing}, in_training=True" if scene.draws_numbers else ", in_training=True"
     # GPUs draw the dropouts of layers with generators of their own.
-    condition = "    if BACKEND.device != GPU:\n    " if scene.draws_noise and scene.has_dropouts else ""
+    condition = "    if BACKEND.device != GPU:\n    " if "drawing" in whole and scene.has_dropouts else ""
     if pipeline is None:
         return {
             **values,

@@ -84,7 +84,9 @@ class Assembly:
     def _is_parameter(self, tensor: str, shape: Sequence[int] | None = None) -> bool:
         """Return whether a learned tensor is a parameter as it is, of a shape if one is given."""
         variable = self.graph.variables.get(tensor)
-        return variable is not None and variable.trained and shape in (None, variable.shape) and tensor not in self.mixed
+        return (
+            variable is not None and variable.trained and shape in (None, variable.shape) and tensor not in self.mixed
+        )
 
     # ---- Sources ----------------------------------------------------------------------------------------------------------
 

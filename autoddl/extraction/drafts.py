@@ -13,6 +13,7 @@ from itertools import permutations
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.epilogue import GATES
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.pipelines.runtime.comm.layouts import product_order
 
 from ..zoo.layers import batch_norm_note, kept_by_epilogue
 from .blocks import mark_blocks
@@ -102,6 +103,22 @@ def _check_sharing(drafts: Sequence[LayerDraft]) -> None:
         raise MixedWeights(frozenset(mixed))
 
 
+def _check_orders(graph: LayerGraph, drafts: Mapping[str, LayerDraft]) -> None:
+    """Check that linear layers with the same weight have their features in the same order, which depends on their readers.
+
+    Raises:
+        MixedWeights: They have not.
+    """
+    for layer in graph.layers:
+        owners = {p.tied_to for p in layer.parameters if p.tied_to is not None}
+        for owner in (graph[name] for name in owners):
+            if layer.kind != "linear" or owner.kind != "linear":
+                continue
+            own, other = product_order(graph, layer), product_order(graph, owner)
+            if (own.num_groups, own.section_widths) != (other.num_groups, other.section_widths):
+                raise MixedWeights(frozenset(variable for variable, _ in drafts[layer.name].variables))
+
+
 def build_layer_graph(
     drafts: Sequence[LayerDraft],
     producers: Mapping[int, Sequence[LayerDraft]],
@@ -121,7 +138,7 @@ def build_layer_graph(
         notes: Notes of the layer graph; notes about opaque layers and unused parameters are appended.
 
     Raises:
-        MixedWeights: Layers share a parameter that layers of their kinds cannot share.
+        MixedWeights: Layers share a parameter that layers of their kinds, or with their readers, cannot share.
     """
     _check_sharing(drafts)
     # Unique names.
@@ -163,7 +180,9 @@ def build_layer_graph(
     unused = tuple(name for name in graph.parameters if name not in used)
     all_notes = [*notes, *_opaque_notes(drafts, name_of_draft)]
     all_notes += [f"parameters that no layer uses: {join_names(unused)}"] if unused else []
-    return LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes), unused)
+    result = LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes), unused)
+    _check_orders(result, {name_of_draft[id(draft)]: draft for draft in drafts})
+    return result
 
 
 def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -> list[str]:

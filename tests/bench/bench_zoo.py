@@ -28,9 +28,9 @@ BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 FAMILIES = {
     "classification": (
         *("alexnet", "vgg11_bn", "resnet18", "resnext", "squeezenet", "densenet", "googlenet", "mobilenet_v2"),
-        *("mobilenet_v3", "shufflenet", "mnasnet", "ghostnet", "efficientnet", "regnet", "res2net", "se_resnet"),
+        *("mobilenet_v3", "shufflenet", "mnasnet", "ghostnet", "efficientnet", "regnet", "res2net", "se_resnet", "dla"),
         *("vit", "swin", "mixer", "gmlp", "resmlp", "convnext", "pvt", "crossformer", "poolformer", "convmixer"),
-        *("uniformer", "cswin"),
+        *("uniformer", "cswin", "two_heads"),
     ),
     "detection, segmentation": ("fcn_head", "unet"),
     "language": (
@@ -40,7 +40,15 @@ FAMILIES = {
     "speech": ("speech", "conformer"),
     "recommendation": ("wide_and_deep", "deepfm", "dlrm", "ncf"),
     "generative": ("dcgan_generator", "dcgan_discriminator", "vae", "autoencoder", "diffusion"),
-    "others": ("clip", "siamese", "graph_convolution", "outputs_of_several_kinds", "weighted_norm", "sync_norms"),
+    "others": (
+        "clip",
+        "siamese",
+        "graph_convolution",
+        "outputs_of_several_kinds",
+        "weighted_norm",
+        "sync_norms",
+        "mixed_sharing",
+    ),
 }
 
 

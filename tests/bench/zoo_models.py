@@ -981,3 +981,48 @@ def sync_norms():
             return F.cross_entropy(self.head(x.mean(2)), labels)
 
     return nn.SyncBatchNorm.convert_sync_batchnorm(Model()), images(8)
+
+
+def mixed_sharing():
+    """A weight that a product and a penalty read, a norm that is used twice, and a parameter that nothing reads."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+            self.norm, self.never = nn.LayerNorm(8), nn.Linear(8, 4)
+
+        def forward(self, x, labels):
+            x = self.norm(F.relu(self.first(x)))
+            x = self.norm(self.second(x).transpose(1, 2)).transpose(1, 2)
+            penalty = flow.exp(0.1 * self.head.weight).mean()
+            return F.cross_entropy(self.head(x.mean(1)), labels) + penalty
+
+    return Model(), (flow.randn(BATCH, 8, 8), flow.randint(0, 10, (BATCH,)))
+
+
+def two_heads():
+    """A model that returns both heads in training, and their mean in evaluation."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
+            self.heads = nn.ModuleList([nn.Linear(32, 10), nn.Linear(32, 10)])
+
+        def forward(self, x):
+            x = self.norm(F.gelu(self.body(x)))
+            first, second = (head(x) for head in self.heads)
+            return (first, second) if self.training else (first + second) / 2
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+
+        def forward(self, x, labels):
+            found = self.model(x)
+            found = found if isinstance(found, tuple) else (found,)
+            return sum(F.cross_entropy(logits, labels) for logits in found) / len(found)
+
+    return Distilled(), (flow.randn(BATCH, 16), flow.randint(0, 10, (BATCH,)))

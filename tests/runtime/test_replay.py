@@ -34,6 +34,8 @@ MODELS = {
     "outputs_of_several_kinds": "a dictionary of outputs, no loss",
     "weighted_norm": "weights that are computed, and a penalty on them",
     "random_parts": "noise that is there in evaluation, too",
+    "mixed_sharing": "a weight that a product and a penalty read, and a parameter that nothing reads",
+    "two_heads": "something else in evaluation",
     "sync_norms": "statistics of all samples, in layers and in a program",
     "swin": "windows",
     "convnext": "permuted products",

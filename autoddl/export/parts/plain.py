@@ -118,6 +118,7 @@ def check_against_plain(
     tolerance: float = 1e-4,
     reads_all: bool = False,
     drawing: Drawing | None = None,
+    in_training: bool = False,
 ) -> None:
     """Check that the annotated model computes the same loss as the plain model.
 
@@ -127,14 +128,14 @@ def check_against_plain(
         samples: the inputs and targets of a micro-batch.
         tolerance: largest relative difference of the two losses.
         reads_all: whether the annotated model gets all arguments of the plain model, not only the first and the last.
-        drawing: lets the plain model draw the random numbers of the annotated one, if these are not only for dropouts. The two are
-            then compared in training, since the annotated model draws such numbers in evaluation, too.
+        drawing: lets the plain model draw the random numbers of the annotated one, if there are any.
+        in_training: whether the two are compared in training, which the annotated model was made of; if the plain model trains.
 
     Raises:
         ValueError: the two losses differ.
     """
     was_training = plain.training
-    is_training = drawing is not None and was_training
+    is_training = in_training and was_training
     plain.train(is_training)
     model.train(is_training)
     with flow.no_grad():
