@@ -68,6 +68,7 @@ class LayerGraph:
         layers: in topological order.
         edges: (producer, consumer) by name; the edges of a consumer are in the order of its inputs.
         notes: remarks of the extraction for the user, such as operations that were ignored.
+        unused: names of the model's parameters that no layer reads; they have no gradients, and ranks do not store them.
         part_of: the model that this is a stage of; it decides which layers are recomputed. It is not a part of the document.
     """
 
@@ -76,6 +77,7 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     edges: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     part_of: LayerGraph | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -238,6 +240,7 @@ class LayerGraph:
             "notes": list(self.notes),
             "layers": [_layer_document(layer) for layer in self.layers],
             "edges": [list(edge) for edge in self.edges],
+            **({"unused": list(self.unused)} if self.unused else {}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -246,7 +249,7 @@ class LayerGraph:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of layers and edges, without name and notes; a plan records it."""
+        """Hash of layers and edges, without name, notes and unused parameters; a plan records it."""
         document = self.document()
         return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
 
@@ -368,9 +371,10 @@ def graph_from_document(value: Any, where: str) -> LayerGraph:
         edges.append((edge[0], edge[1]))
     layers = tuple(_layer(entry) for entry in fields.objects("layers"))
     name, sample, notes = fields.text("name"), fields.text("sample"), fields.texts("notes")
+    unused = fields.texts("unused") if "unused" in fields else ()
     fields.finish()
     try:
-        return LayerGraph(name, sample, layers, tuple(edges), notes)
+        return LayerGraph(name, sample, layers, tuple(edges), notes, unused)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -160,7 +160,8 @@ class TracedCall:
         results: Names of the assigned variables by OneFlow's result name.
         attributes: OneFlow's attributes. Of a crossing: ``elements`` (of the whole variable, `Scaled` if it has samples), ``dim``
             and ``outer`` (the dimension with the samples, and the number of elements before them in this dimension), and whether
-            its variable ``is_trained``, so that a gradient comes back.
+            its variable ``is_trained``, so that a gradient comes back. Of a batch norm: the number of ``channels``, and whether it
+            is ``synchronised``.
         is_whole: Whether it runs on all samples.
         path: Path of the module that called the operator.
     """
@@ -171,6 +172,11 @@ class TracedCall:
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     is_whole: bool = False
     path: str = ""
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether it is a batch norm of a rank's samples with the statistics of the samples of all ranks."""
+        return not self.is_whole and bool(self.attributes.get("synchronised"))
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,8 @@ class Program:
     @property
     def crossings(self) -> Iterator[TracedCall]:
         """The calls that communicate, in execution order."""
-        return (call for call in self.calls if call.kind in CROSSINGS and call.kind != "whole_gradient")
+        communicating = set(CROSSINGS) - {"whole_gradient"}
+        return (call for call in self.calls if call.kind in communicating or call.is_synchronised)
 
     @property
     def reads_data(self) -> bool:

@@ -37,6 +37,8 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.replay.functions": "Operators of the plain model",
     f"{_RUNTIME}.dropouts": "Dropout",
     f"{_RUNTIME}.randomness": "Random numbers",
+    f"{_RUNTIME}.seededrandom": "Random numbers of the plain model",
+    f"{_RUNTIME}.groupednorms": "Batch norms of the plain model",
     f"{_RUNTIME}.images": "Images",
     f"{_RUNTIME}.runningstats": "Running statistics of batch norms",
     f"{_RUNTIME}.attending": "Attention",

@@ -31,9 +31,9 @@ from .activations import epilogue_name, is_plain_activation
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
-from .drafts import LayerDraft
+from .drafts import LayerDraft, MixedWeights
 from .finishing import finish, where
-from .images import image_layer_of
+from .images import image_layer_of, is_synchronised
 from .losses import LossRegion, find_loss
 from .norms import NormRegion, find_norms
 from .operators import LOOKUPS, SUMS, Operator, OperatorGraph, lookup_arguments, stream_of
@@ -57,20 +57,23 @@ def gather(graph: OperatorGraph, name: str) -> LayerGraph:
     Raises:
         UserError: If no operator depends on both inputs and parameters, or if ranks cannot run an operator.
     """
-    return _Gathering(graph).run(name)
+    mixed: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _Gathering(graph, mixed).run(name)
+        except MixedWeights as error:
+            mixed |= error.variables  # gather again, with programs in place of the layers that share them
 
 
 class _Gathering(Assembly):
     """One pass over the operators of a graph."""
 
-    def __init__(self, graph: OperatorGraph):
-        super().__init__(graph, find_samples(graph))
+    def __init__(self, graph: OperatorGraph, mixed: frozenset[str]):
+        super().__init__(graph, find_samples(graph), mixed)
         #: Paths of the children of module lists and sequences.
         self.container_children = {child for children in graph.containers.values() for child in children}
         #: By operator name, for the operators of regions: adds the region's layer.  None if another operator of the region does.
         self.actions: dict[str, Callable[[], None] | None] = {}
-        #: By operator name: why no layer of a kind with more strategies describes it.
-        self.reasons: dict[str, str] = {}
         #: What changes the scores of attention cores, by their outputs.
         self.score_programs: dict[str, MadeProgram] = {}
         #: Names of the operators of recurrent modules.
@@ -157,7 +160,7 @@ class _Gathering(Assembly):
             return self._is_parameter(part.weight)
         is_stored = self._is_parameter(part.weight) and part.product.attributes.get("transpose_b")
         if not is_stored:
-            self.reasons[part.product.name] = "its weight is not stored as (out, in)"
+            self.reasons[part.product.name] = "its weight is not stored as (out, in), or is computed"
         is_vector = not part.bias or self._is_parameter(part.bias, (part.out_features,))
         return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
 
@@ -169,7 +172,16 @@ class _Gathering(Assembly):
         )
         features = self.graph.shapes[norm.source][-1]
         are_vectors = bool(norm.learned) and all(self._is_parameter(tensor, (features,)) for tensor in norm.learned)
-        return has_constant and are_vectors and self._has_rows(norm.source) and all(map(self._is_split, norm.operators))
+        if not has_constant:
+            reason = "its norm has no module that says with eps what is added to the variance"
+        elif not are_vectors:
+            reason = "its norm has no scale that is a parameter with an element for each feature"
+        elif not self._has_rows(norm.source) or not all(map(self._is_split, norm.operators)):
+            reason = "its norm has the samples along the features, or mixes samples"
+        else:
+            return True
+        self.reasons |= {op.name: reason for op in norm.operators}
+        return False
 
     def _is_known_attention(self, region: AttentionRegion, projected: Mapping[str, str]) -> bool:
         """Return whether ranks have the attention core; if not, its operators get the reason.
@@ -547,9 +559,11 @@ class _Gathering(Assembly):
             is_program=True,
             operators=list(operators),
             mixes_samples=any(
-                member.kind == "normalization" and member.attributes.get("training") for member in operators
+                member.kind == "normalization"
+                and member.attributes.get("training")
+                and not is_synchronised(self.graph.modules.get(member.path))
+                for member in operators
             ),
-            reason=self.reasons.get(op.name, ""),
         )
         self._add(draft, output, *(tensor for tensor in op.outputs if tensor != output))
         draft.output = output

@@ -15,6 +15,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.program import Program, Result, Scaled, Source, TracedCall
 from autoddl.pipelines.runtime.replay.operators import RANDOM, is_replayed
 
+from .images import is_synchronised
 from .operators import Operator, OperatorGraph, stream_of
 from .samples import Samples
 from .scales import attributes_of
@@ -334,6 +335,9 @@ class _Builder:
             attributes["stream"] = stream_of(self.graph, op)
         if op.kind == "normalization":
             attributes["channels"] = self.graph.shapes[op.arguments["x"][0]][op.attributes["axis"]]
+            is_split = self.samples.contexts[op.name] == "split"
+            if is_split and op.attributes.get("training") and is_synchronised(self.graph.modules.get(op.path)):
+                attributes["synchronised"] = True
         return attributes
 
     def _crossing(self, kind: str, variable: str, tensor: str) -> str:

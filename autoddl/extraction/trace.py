@@ -182,18 +182,6 @@ def _with_constant_indices_as_inputs(graph: OperatorGraph) -> OperatorGraph:
 
 
 @contextlib.contextmanager
-def _batch_norms_as_local() -> Iterator[None]:
-    """Let synchronised batch norms compute what others do while the context is active; OneFlow runs them on GPUs only."""
-    nn: Any = load_oneflow().nn
-    forward = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.forward = forward
-
-
-@contextlib.contextmanager
 def _created_tensors() -> Iterator[list[Any]]:
     """Return a list to which tensors that the module makes of numbers are appended while the context is active.
 
@@ -259,6 +247,8 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
     Raises:
         UserError: If the module cannot be traced.
     """
+    from autoddl.pipelines.runtime.groupednorms import batch_norms_as_local
+
     flow: Any = load_oneflow()
 
     class Traced(flow.nn.Graph):
@@ -275,7 +265,7 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
 
     with (
         _silenced(),
-        _batch_norms_as_local(),
+        batch_norms_as_local(),
         marked_gradients(),
         _created_tensors() as created,
         _copied_lists(module) as copies,

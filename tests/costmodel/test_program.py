@@ -86,13 +86,13 @@ def test_invalid_documents_are_refused(change, words):
 def test_crossings_are_priced_by_hand():
     """4 ranks, 8 samples of 32 elements of 4 bytes."""
     axis = Axis(4, 1)
-    forward, backward = crossing_steps(PROGRAM, [axis], 8, 4)
+    forward, backward = crossing_steps(PROGRAM, [axis], 8, 4, 4)
     assert forward == (
         Step(Collective.ALL_GATHER, axis, 8 * 32 * 4),  # of all samples
         Step(Collective.ALL_REDUCE, axis, 32 * 4),  # of the partial sums
     )
     assert backward == (Step(Collective.ALL_REDUCE, axis, 32 * 4),)  # no gradient of untrained samples
-    assert crossing_steps(PROGRAM, [], 8, 4) == ((), ())
+    assert crossing_steps(PROGRAM, [], 8, 4, 4) == ((), ())
 
 
 def test_layers_differ_by_what_they_send():

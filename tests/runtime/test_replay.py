@@ -17,6 +17,7 @@ available = is_available()
 pytestmark = pytest.mark.skipif(not available, reason=available.reason)
 
 JOBS = Path(__file__).with_name("traced_jobs.py")
+ZOO = Path(__file__).parents[1] / "bench" / "zoo_models.py"
 #: Models of the benchmark that need little time, each for something else.
 MODELS = {
     "block_stack": "the first sum reads the model's input",
@@ -33,6 +34,9 @@ MODELS = {
     "outputs_of_several_kinds": "a dictionary of outputs, no loss",
     "weighted_norm": "weights that are computed, and a penalty on them",
     "random_parts": "noise that is there in evaluation, too",
+    "mixed_sharing": "a weight that a product and a penalty read, and a parameter that nothing reads",
+    "two_heads": "something else in evaluation",
+    "sync_norms": "statistics of all samples, in layers and in a program",
     "swin": "windows",
     "convnext": "permuted products",
 }
@@ -116,3 +120,14 @@ def test_arrays_of_another_size_are_refused() -> None:
     words = refusals(module, examples, [(inputs, labels[:1]), (inputs[:, :6], labels)])
     assert words[0] == "loss (loss, 1x1): targets of shape (1,), should have 4 samples of 1 elements"
     assert words[1] == "layer (linear, 8 -> 5): input of shape (4, 6), should have 4 samples of 1 x 8 elements"
+
+
+@pytest.mark.ranks
+def test_synchronised_norms_have_the_statistics_of_all_samples(tmp_path: Path) -> None:
+    """In training, in layers and in a program, against one device; and their sums are among the bytes that are sent."""
+    model, plan = f"{ZOO}:sync_norms", str(tmp_path / "plan.json")
+    size = ["--cluster", "local-cpu", "--devices-per-node", "2", "--batch", "8"]
+    for command in (["plan", model, *size, "-o", plan], ["verify", plan, "--ranks", "2", "--model", model]):
+        done = subprocess.run([sys.executable, "-m", "autoddl", *command], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Right: the plan computes what one device computes")

@@ -156,7 +156,9 @@ class _Maker:
         statistics = Fact("statistics", "running_statistics", traced.path, (channels,))
         training = Name("training") if traced.attributes.get("training") else False
         arguments = (names["x"], names.get("gamma"), names.get("beta"), statistics, self._layout, RANKS, training)
-        return Call("normalise_batch", arguments, result=results)
+        if not traced.is_synchronised:
+            return Call("normalise_batch", arguments, result=results)
+        return Call("normalise_batch", arguments, {"synchronised": True}, result=results, num_steps=len(self._axes))
 
 
 def _sized(value: Any, is_whole: bool) -> Any:
