@@ -101,6 +101,30 @@ def test_rotary_positions_have_a_base():
     assert [layer.kind for layer in graph.layers] == ["linear", "attention", "linear"]
 
 
+def test_gates_know_which_half_they_are():
+    """Of two halves one has the activation; if both have one, or the half is scaled, it is no gate of a layer."""
+    flow: Any = load_oneflow()
+
+    def graph_of(function):
+        class Model(flow.nn.Module):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = flow.nn.Linear(8, 32), flow.nn.Linear(16, 8)
+
+            def forward(self, x: Any) -> Any:
+                return self.down(function(*self.up(x).chunk(2, dim=-1)))
+
+        return extract(Model(), (flow.zeros(4, 8),))
+
+    gelu, silu = flow.nn.functional.gelu, flow.nn.functional.silu
+    assert graph_of(lambda a, b: silu(a) * b)["up"].epilogue == ("silu", "mul")
+    assert graph_of(lambda a, b: a * gelu(b))["up"].epilogue == ("gelu", "mul_last")
+    assert graph_of(lambda a, b: a * b)["up"].epilogue == ("mul",)
+    for function in (lambda a, b: a.tanh() * b.sigmoid(), lambda a, b: a * (3 * b)):
+        graph = graph_of(function)
+        assert graph["up"].epilogue == () and any(layer.kind == "opaque" for layer in graph.layers)
+
+
 def test_plain_attention_changes_nothing():
     graph = Attention()()
     (layer,) = (layer for layer in graph.layers if layer.kind == "attention")

@@ -76,7 +76,34 @@ def across() -> tuple[Any, Any]:
     return Across(), (flow.randint(0, 20, (8, 12)), *(flow.randint(0, 20, (8, 7)) for _ in range(2)))
 
 
+class Gated(flow.nn.Module):
+    """Gates that are the first or the last half of a product, gates of two products, and products that are no gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.both, self.scaled = (flow.nn.Linear(16, 32) for _ in range(4))
+        self.gate, self.up, self.end = (flow.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        functional = flow.nn.functional
+        a, b = self.first(x).chunk(2, dim=-1)
+        x = x + functional.silu(a) * b
+        a, b = self.last(x).chunk(2, dim=-1)
+        x = x + a * functional.gelu(b)
+        a, b = self.both(x).chunk(2, dim=-1)
+        x = x + flow.tanh(a) * flow.sigmoid(b)
+        a, b = self.scaled(x).chunk(2, dim=-1)
+        x = x + a * (0.3 * b)
+        x = x + self.up(x) * flow.sigmoid(self.gate(x))
+        return functional.mse_loss(self.end(x), y)
+
+
+def gated() -> tuple[Any, Any]:
+    return Gated(), (flow.randn(8, 6, 16), flow.randn(8, 6, 16))
+
+
 OWN_MODELS = {
+    "gated": gated,
     "across": across,
     "key_groups": key_groups,
     "windows_with_dropout": lambda: zoo_models.swin(attn_drop_rate=0.2),
