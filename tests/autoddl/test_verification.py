@@ -152,9 +152,7 @@ def test_a_model_that_cannot_be_resized_gets_a_smaller_batch_or_is_refused():
     need = needed_memory_bytes(plan.graph, plan.workload, 4)
     scaled = scale(plan.graph, plan.strategies, plan.workload, Limits(need / 4), None)
     assert scaled.graph is plan.graph and {change.what for change in scaled.changes} <= {"batch", "micro-batch"}
-    with pytest.raises(
-        UserError, match=r"only built-in models can be scaled down; let FILE\.py:FUNCTION return a smaller model"
-    ):
+    with pytest.raises(UserError, match=r"let FILE\.py:FUNCTION return a smaller one, .*, or give full_size=True"):
         scale(plan.graph, plan.strategies, plan.workload, Limits(1e6), None)
 
 

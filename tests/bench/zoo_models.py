@@ -987,8 +987,8 @@ def mixed_sharing():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 10)
-            self.norm, self.never = nn.LayerNorm(8), nn.Linear(8, 4)
+            self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+            self.norm, self.never = nn.LayerNorm(64), nn.Linear(64, 4)
 
         def forward(self, x, labels):
             x = self.norm(F.relu(self.first(x)))
@@ -996,7 +996,7 @@ def mixed_sharing():
             penalty = flow.exp(0.1 * self.head.weight).mean()
             return F.cross_entropy(self.head(x.mean(1)), labels) + penalty
 
-    return Model(), (flow.randn(BATCH, 8, 8), flow.randint(0, 10, (BATCH,)))
+    return Model(), (flow.randn(BATCH, 64, 64), flow.randint(0, 10, (BATCH,)))
 
 
 def two_heads():
