@@ -107,7 +107,9 @@ def _batch_norm(graph: OperatorGraph, op: Operator, is_image: Callable[[str], bo
     is_affine = len(learned) == 2 and all(graph.is_learned(tensor) for tensor in learned)
     is_module = bool(op.path) and op.path in graph.leaves and hasattr(module, "running_mean")
     of_images = len(shape) == 4 and is_image(source)
-    if not is_module or op.attributes.get("axis") != 1 or not (of_images or len(shape) == 2):
+    # Several rows of a sample in the first dimension are left to a program.
+    of_rows = len(shape) == 2 and shape[0] == graph.batch
+    if not is_module or op.attributes.get("axis") != 1 or not (of_images or of_rows):
         return None
     sample = shape[1:] if of_images else (1, shape[1])
     norm = make.batch_norm("", sample, synchronised=is_synchronised(module), affine=is_affine)

@@ -102,7 +102,26 @@ def gated() -> tuple[Any, Any]:
     return Gated(), (flow.randn(8, 6, 16), flow.randn(8, 6, 16))
 
 
+class RowNorms(flow.nn.Module):
+    """Batch norms of all rows of all samples, as LeViT has them after its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = flow.nn.Linear(16, 16), flow.nn.Linear(16, 3)
+        self.norm = flow.nn.BatchNorm1d(16)
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        y = self.first(x)
+        y = x + self.norm(y.flatten(0, 1)).reshape(y.shape)
+        return flow.nn.functional.cross_entropy(self.last(y).reshape(-1, 3), labels.reshape(-1))
+
+
+def row_norms() -> tuple[Any, Any]:
+    return RowNorms(), (flow.randn(8, 6, 16), flow.randint(0, 3, (8, 6)))
+
+
 OWN_MODELS = {
+    "row_norms": row_norms,
     "gated": gated,
     "across": across,
     "key_groups": key_groups,
