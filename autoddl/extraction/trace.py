@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import traceback
@@ -241,6 +242,31 @@ def _copied_lists(module: Any) -> Iterator[list[Any]]:
             part.__dict__[name] = value
 
 
+@contextlib.contextmanager
+def _proxies_as_modules() -> Iterator[None]:
+    """Let the objects that stand for modules in a lazy graph be instances of the classes of these modules, and lists of parameters
+    be lists of tensors when a loop reads them, while the context is active."""
+    flow: Any = load_oneflow()
+    proxy: Any = importlib.import_module("oneflow.nn.graph.proxy")
+    graph: Any = importlib.import_module("oneflow.nn.graph.graph")
+    proxy_class, iterate = proxy.get_proxy_cls, proxy.ProxyParameterList.__iter__
+
+    class Instance(proxy.ProxyModule):  # type: ignore[misc]
+        __class__ = property(lambda self: type(self.to(flow.nn.Module)))
+
+    def choose(item: Any) -> Any:
+        found = proxy_class(item)
+        return Instance if found is proxy.ProxyModule else found
+
+    proxy.get_proxy_cls = graph.get_proxy_cls = choose
+    proxy.ProxyParameterList.__iter__ = lambda self: (self[i] for i in range(len(self)))
+    try:
+        yield
+    finally:
+        proxy.get_proxy_cls = graph.get_proxy_cls = proxy_class
+        proxy.ProxyParameterList.__iter__ = iterate
+
+
 def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Build a ``flow.nn.Graph`` that calls the module; also return the tensors that the module makes of numbers.
 
@@ -267,6 +293,7 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         _silenced(),
         batch_norms_as_local(),
         marked_gradients(),
+        _proxies_as_modules(),
         _created_tensors() as created,
         _copied_lists(module) as copies,
     ):

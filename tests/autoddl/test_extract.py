@@ -430,7 +430,7 @@ def test_flops_of_recurrent_modules(name, flops, products):
 
 def test_gate_in_one_matrix():
     graph = extracted("gated")
-    assert graph["wi"].epilogue == ("gelu", "mul") and graph["wi"].output_shape == (6, 16)
+    assert graph["wi"].epilogue == ("gelu", "mul_last") and graph["wi"].output_shape == (6, 16)
     assert graph["wi"].attributes["out_features"] == 32 and graph.inputs("add_n") == ("wo",)
 
 
