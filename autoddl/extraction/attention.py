@@ -19,25 +19,14 @@ from dataclasses import dataclass
 
 from .attention_checks import core_factor, core_order, is_plain, other_reason, turning_reason
 from .operators import ELEMENTWISE, UNARY, VIEWS, Operator, OperatorGraph
-from .score_changes import Change, CoreSizes, changes_between
+from .score_changes import ROLES_OF_OPERATORS, Change, CoreSizes, changes_between
 
 __all__ = ["AttentionRegion", "find_attentions"]
 
 #: Matrix products of two activations.
 _MATMULS = frozenset({"batch_matmul", "broadcast_matmul", "matmul"})
 #: Operators that apply a mask, a bias or a scale to the scores.
-_MASKS = frozenset(
-    {
-        "masked_fill",
-        "where",
-        "where_scalar_x",
-        "where_scalar_y",
-        "add_n",
-        "broadcast_add",
-        "broadcast_sub",
-        "broadcast_mul",
-    }
-)
+_MASKS = frozenset({*ROLES_OF_OPERATORS, "where"})
 #: Operators between q, k or v and its source that rearrange elements (rotary positions concatenate two halves).
 _REARRANGEMENTS = VIEWS | frozenset({"concat", "repeat_elements"})
 

@@ -84,7 +84,7 @@ def rewritten(
         returned: Tensors that the model returns.
     """
     producers = {tensor: op for op in operators for tensor in op.outputs}
-    changed = [_detached_of_mark(_with_own_matrix(_repeated(op, producers), producers, shapes)) for op in operators]
+    changed = [_detached_of_mark(_with_own_matrix(_repeated(op, producers), producers)) for op in operators]
     return _without_gradients(changed, shapes, returned)
 
 
@@ -93,9 +93,7 @@ def _detached_of_mark(op: Operator) -> Operator:
     return replace(op, kind="detach", attributes={}) if is_mark else op
 
 
-def _with_own_matrix(
-    op: Operator, producers: Mapping[str, Operator], shapes: Mapping[str, tuple[int, ...]]
-) -> Operator:
+def _with_own_matrix(op: Operator, producers: Mapping[str, Operator]) -> Operator:
     """Return a product with the matrix that its second factor is a transposed view of."""
     if op.kind not in ("matmul", "broadcast_matmul") or "transpose_b" not in op.attributes:
         return op

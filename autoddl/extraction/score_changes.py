@@ -21,14 +21,23 @@ from autoddl.costmodel.program import Dims, Scaled, at
 from .operators import LOOKUPS, UNARY, Operator, OperatorGraph, lookup_arguments
 from .scales import attributes_of
 
-__all__ = ["NEUTRAL", "SCALES", "Change", "CoreSizes", "changes_between", "keeps_order", "number_of"]
+__all__ = [
+    "NEUTRAL",
+    "ROLES_OF_OPERATORS",
+    "SCALES",
+    "Change",
+    "CoreSizes",
+    "changes_between",
+    "keeps_order",
+    "number_of",
+]
 
 #: Operators that multiply by a number, with its power.
 SCALES = {"scalar_mul": 1, "scalar_div": -1}
 #: Operators that change no value.
 NEUTRAL = frozenset({"cast", "identity", "to_contiguous"})
 #: Operators that change scores by a tensor: the role of the tensor, and the name of its argument ("": the other one).
-_ROLES = {
+ROLES_OF_OPERATORS = {
     "add_n": ("add", ""),
     "broadcast_add": ("add", ""),
     "broadcast_sub": ("subtract", "y"),
@@ -99,7 +108,7 @@ def changes_between(
         before = graph.active_inputs(op)[0]
         if op.kind in SCALES:
             factor *= number_of(op) ** SCALES[op.kind]
-        elif op.kind in _ROLES:
+        elif op.kind in ROLES_OF_OPERATORS:
             changes += _factor(factor)
             factor = 1.0
             change = _change(graph, op, before, sizes)
@@ -133,7 +142,7 @@ def number_of(op: Operator) -> float:
 
 def _change(graph: OperatorGraph, op: Operator, before: str, sizes: CoreSizes) -> Change | str:
     """Return the change of one operator, or why ranks cannot do that."""
-    role, key = _ROLES[op.kind]
+    role, key = ROLES_OF_OPERATORS[op.kind]
     others = [tensor for tensor in op.inputs if tensor != before] if not key else [op.arguments[key][0]]
     if len(others) != 1:
         return f"its attention applies {op.kind} of several tensors to scores"
