@@ -46,6 +46,7 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.kinds.epilogue import GATES
 from autoddl.costmodel.reading import read_text, shown_path
 from autoddl.costmodel.recomputation import block_limit, first_blocks
 from autoddl.costmodel.workload import Workload
@@ -344,7 +345,7 @@ def transformer_of(graph: LayerGraph) -> tuple[str, Transformer] | None:
     first = [layer for layer in blocks if layer.block_index == 0 and layer.kind == "linear"]
     if len(first) != 4:
         return None
-    is_gated, width = "mul" in first[2].epilogue, table.output_shape[-1]
+    is_gated, width = bool(GATES & set(first[2].epilogue)), table.output_shape[-1]
     biased = [len({len(parameter.shape) for parameter in layer.parameters}) > 1 for layer in first]
     positions = next((layer.attributes["positions"] for layer in graph.layers if layer.kind == "position"), 0)
     family = "llama" if is_gated else "gpt"

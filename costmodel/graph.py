@@ -10,7 +10,8 @@ embedding    vocabulary, features: a lookup table
 position     positions, features: a table added to every sample
 attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences;
              with key_rows, cross attention, which reads q, and k and v of as many rows; interleaved = 1 if its input has
-             q, k and v of each head together, not those of all heads
+             q, k and v of each head together, not those of all heads; windows: successive rows that attend to themselves
+             alone; changes: number of tensors that change the scores (the layer's ``scores`` computes them)
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
@@ -67,6 +68,7 @@ class LayerGraph:
         layers: in topological order.
         edges: (producer, consumer) by name; the edges of a consumer are in the order of its inputs.
         notes: remarks of the extraction for the user, such as operations that were ignored.
+        unused: names of the model's parameters that no layer reads; they have no gradients, and ranks do not store them.
         part_of: the model that this is a stage of; it decides which layers are recomputed. It is not a part of the document.
     """
 
@@ -75,6 +77,7 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     edges: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     part_of: LayerGraph | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +115,7 @@ class LayerGraph:
         Then ranks do not share samples of causal attention.
         """
         layers = self.layers if self.part_of is None else self.part_of.layers
-        return any(kind_of(layer.kind).reads_order for layer in layers)
+        return any(kind_of(layer.kind).reads_order or layer.scores is not None for layer in layers)
 
     def offers(self, name: str, strategy: Strategy) -> bool:
         """Whether a layer has a strategy that divides it in this graph.
@@ -237,6 +240,7 @@ class LayerGraph:
             "notes": list(self.notes),
             "layers": [_layer_document(layer) for layer in self.layers],
             "edges": [list(edge) for edge in self.edges],
+            **({"unused": list(self.unused)} if self.unused else {}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -245,7 +249,7 @@ class LayerGraph:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of layers and edges, without name and notes; a plan records it."""
+        """Hash of layers and edges, without name, notes and unused parameters; a plan records it."""
         document = self.document()
         return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
 
@@ -331,6 +335,7 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
         "modules": list(layer.modules),
         **({"dropouts": list(layer.dropouts)} if layer.dropouts else {}),
         **({} if layer.program is None else {"program": layer.program.document()}),
+        **({} if layer.scores is None else {"scores": layer.scores.document()}),
     }
 
 
@@ -366,9 +371,10 @@ def graph_from_document(value: Any, where: str) -> LayerGraph:
         edges.append((edge[0], edge[1]))
     layers = tuple(_layer(entry) for entry in fields.objects("layers"))
     name, sample, notes = fields.text("name"), fields.text("sample"), fields.texts("notes")
+    unused = fields.texts("unused") if "unused" in fields else ()
     fields.finish()
     try:
-        return LayerGraph(name, sample, layers, tuple(edges), notes)
+        return LayerGraph(name, sample, layers, tuple(edges), notes, unused)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -397,6 +403,7 @@ def _layer(fields: Fields) -> Layer:
         modules=fields.texts("modules"),
         dropouts=fields.texts("dropouts") if "dropouts" in fields else (),
         program=program_from_fields(fields.object("program")) if "program" in fields else None,
+        scores=program_from_fields(fields.object("scores"), is_of_scores=True) if "scores" in fields else None,
     )
     fields.finish()
     return layer
@@ -470,7 +477,7 @@ def _validate_layer(layer: Layer) -> None:
     if layer.flops > MAX_FLOPS:
         raise UserError(f"layer {layer.name!r}: flops is {layer.flops:g}, should be at most {MAX_FLOPS:g}")
     for name, length in kind.lengths(layer).items():
-        if layer.attributes[name] != length:
-            raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes[name]}, its shapes say {length}")
+        if layer.attributes.get(name) != length:
+            raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes.get(name)}, its shapes say {length}")
     if layer.block_index and not layer.block:
         raise UserError(f"layer {layer.name!r}: block_index {layer.block_index} without a block")

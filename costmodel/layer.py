@@ -93,6 +93,7 @@ class Layer:
         dropouts: names of the random numbers of its dropouts in a traced model, those of the epilogue first.
         program: the operators of an opaque layer of a traced model. Of another layer without producers: what computes its data
             from the inputs of the model; None if it reads the first of them as it is.
+        scores: what attention of a traced model does to its scores before the softmax; None if nothing but a causal mask.
     """
 
     name: str
@@ -110,6 +111,12 @@ class Layer:
     modules: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
     program: Program | None = None
+    scores: Program | None = None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that run with the layer."""
+        return tuple(program for program in (self.program, self.scores) if program is not None)
 
     @property
     def num_parameters(self) -> int:

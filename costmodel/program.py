@@ -39,10 +39,23 @@ from typing import Any, Union
 from .documents import Fields, show_json
 from .errors import UserError
 
-__all__ = ["CROSSINGS", "Dims", "Program", "Result", "Scaled", "Source", "TracedCall", "at", "program_from_fields"]
+__all__ = [
+    "CROSSINGS",
+    "ROLES",
+    "Dims",
+    "Program",
+    "Result",
+    "Scaled",
+    "Source",
+    "TracedCall",
+    "at",
+    "program_from_fields",
+]
 
 #: The calls between contexts, which are no operators of OneFlow.
 CROSSINGS = ("gather_samples", "sum_samples", "share_whole", "own_samples", "whole_gradient")
+#: What a result may be: a part of the output, or what is done to the scores of attention.
+ROLES = ("", "add", "subtract", "multiply", "fill", "keep")
 #: What a source of a program may be.
 ORIGINS = ("layer", "data", "parameter", "buffer", "constant")
 
@@ -119,17 +132,22 @@ class Source:
 
 @dataclass(frozen=True)
 class Result:
-    """A variable that is an output of the program, or a part of it.
+    """A variable that is an output of the program, or a part of it; or what changes the scores of attention.
 
     Attributes:
         variable: Its name.
-        shape: Its shape in the traced model.
+        shape: Its shape in the traced model. Of attention: (samples, windows, heads, queries, keys), 1 where all have the same.
         outer: As in `Source`; 0 if it has no samples, as a loss.
+        role: Of attention: it is added to the scores, subtracted, multiplies them, or they become ``value`` where it is true
+            (``fill``) or where it is not (``keep``).
+        value: See ``role``.
     """
 
     variable: str
     shape: Dims = ()
     outer: int = 1
+    role: str = ""
+    value: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,8 @@ class TracedCall:
         results: Names of the assigned variables by OneFlow's result name.
         attributes: OneFlow's attributes. Of a crossing: ``elements`` (of the whole variable, `Scaled` if it has samples), ``dim``
             and ``outer`` (the dimension with the samples, and the number of elements before them in this dimension), and whether
-            its variable ``is_trained``, so that a gradient comes back.
+            its variable ``is_trained``, so that a gradient comes back. Of a batch norm: the number of ``channels``, and whether it
+            is ``synchronised``.
         is_whole: Whether it runs on all samples.
         path: Path of the module that called the operator.
     """
@@ -153,6 +172,11 @@ class TracedCall:
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     is_whole: bool = False
     path: str = ""
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether it is a batch norm of a rank's samples with the statistics of the samples of all ranks."""
+        return not self.is_whole and bool(self.attributes.get("synchronised"))
 
 
 @dataclass(frozen=True)
@@ -174,7 +198,8 @@ class Program:
     @property
     def crossings(self) -> Iterator[TracedCall]:
         """The calls that communicate, in execution order."""
-        return (call for call in self.calls if call.kind in CROSSINGS and call.kind != "whole_gradient")
+        communicating = set(CROSSINGS) - {"whole_gradient"}
+        return (call for call in self.calls if call.kind in communicating or call.is_synchronised)
 
     @property
     def reads_data(self) -> bool:
@@ -191,8 +216,12 @@ class Program:
         }
 
 
-def program_from_fields(fields: Fields) -> Program:
+def program_from_fields(fields: Fields, *, is_of_scores: bool = False) -> Program:
     """Read a program from its JSON value.
+
+    Args:
+        fields: The value.
+        is_of_scores: Whether its results change the scores of attention; then there may be none.
 
     Raises:
         UserError: A field is missing, unknown or of another type, or a variable is read before it is assigned.
@@ -211,7 +240,11 @@ def program_from_fields(fields: Fields) -> Program:
     for result in program.results:
         if result.variable not in known:
             raise UserError(f"{fields.where}: the result {result.variable!r} is not assigned")
-    if not program.results or any(source.origin not in ORIGINS for source in program.sources):
+        if result.role not in ROLES or bool(result.role) != is_of_scores:
+            roles = ", ".join(ROLES[1:]) if is_of_scores else "none"
+            raise UserError(f"{fields.where}: the role of {result.variable!r} is {result.role!r}, should be {roles}")
+    has_results = bool(program.results) or is_of_scores
+    if not has_results or any(source.origin not in ORIGINS for source in program.sources):
         raise UserError(f"{fields.where}: a program should have results, and sources of {', '.join(ORIGINS)}")
     return program
 
@@ -239,7 +272,7 @@ def _encoded(value: Any) -> Any:
 
 def _decoded_fields(fields: Fields, kind: Any) -> Any:
     types = {"variable": str, "origin": str, "kind": str, "name": str, "path": str, "dtype": str, "index": int}
-    types |= {"outer": int, "is_whole": bool}
+    types |= {"outer": int, "is_whole": bool, "role": str}
     mappings = ("arguments", "results", "attributes")
     values: dict[str, Any] = {}
     for name in kind.__dataclass_fields__:

@@ -58,6 +58,7 @@ _SAME_NAME = (
     "checkpoints",
     "concatenation",
     "every",
+    "full_size",
     "grace",
     "groups",
     "host_timeout",

@@ -16,7 +16,7 @@ from autoddl.costmodel.layerwork import is_in_recomputed_block
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from .layertext import TextPlace, layer_text
-from .scene import Scene
+from .scene import ONE_STAGE, Scene
 from .source import comment, literal
 from .writing import folded, indented
 
@@ -118,12 +118,13 @@ def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", run.block, re.ASCII):
         return False
     for layer in run.layers:
-        paths = [layer.name, *layer.modules, *(p.name for p in layer.parameters)]
-        if layer.program is not None:
-            if layer.program.reads_data:
+        # The module of a layer may be the block itself.
+        paths = [layer.name, *(f"{path}.module" for path in layer.modules), *(p.name for p in layer.parameters)]
+        for program in layer.programs:
+            if program.reads_data:
                 return False
-            paths += [source.name for source in layer.program.sources if source.origin == "buffer"]
-            streams = [call.attributes["stream"] for call in layer.program.calls if "stream" in call.attributes]
+            paths += [source.name for source in program.sources if source.origin == "buffer"]
+            streams = [call.attributes["stream"] for call in program.calls if "stream" in call.attributes]
             paths += [f"{stream.rsplit(' ', 2)[0]}.random" for stream in streams]
         paths += [stream.rsplit(" ", 2)[0] for stream in layer.dropouts]
         if not graph.inputs(layer.name) or not all(
@@ -328,7 +329,7 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
         "",
         f"    def forward(self, {stage_input}{_model_arguments(scene)}"
         f"{_parameters(scene.form.forward_arguments)}) -> Tensor:",
-        *(["        PASSES.begin(self.training)"] if scene.draws_numbers else []),
+        *(["        PASSES.begin(self.training)"] if scene.draws_numbers and scene.form is ONE_STAGE else []),
         *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[graph.layers[-1].name]}",
     ]

@@ -28,7 +28,7 @@ from autoddl.pipelines.runtime.replay.statements import feed_calls
 from autoddl.pipelines.runtime.stage.plan import check_input_shape, local_shape, moved_tensor, stored_rows
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated, Size
 
-from .scene import ONE_STAGE, Scene, layout_text, layouts_text
+from .scene import Scene, layout_text, layouts_text
 from .source import value_text
 from .writing import StatementChain, folded
 
@@ -100,6 +100,8 @@ class _LayerWriter:
     def __init__(self, scene: Scene, layer: Layer, place: TextPlace):
         self.scene, self.layer, self.place = scene, layer, place
         self.strategy = scene.strategies[layer.name]
+        if any(parameter.frozen for parameter in layer.parameters):
+            self.strategy = replace(self.strategy, zero=0, hybrid=False)  # frozen weights are not divided
         self.layout: Layout = layout_of(layer, self.strategy)
         self.assessed = scene.assessed[layer.name]
         self.work = self.assessed.work
@@ -172,13 +174,13 @@ class _LayerWriter:
         return names
 
     def _shares_with_program(self, source: str, tied: Mapping[str, tuple[Parameter, str | None]]) -> bool:
-        """Return whether the layer shares a parameter, under one name, with another layer, and one of the two is a program."""
-        graph, layer = self.scene.graph, self.layer
-        if source in tied:
-            owner = tied[source][1]
-            return owner is not None and owner in graph and (layer.program or graph[owner].program) is not None
-        sharing = (o for o in graph.layers for p in o.parameters if p.tied_to == layer.name and p.name == source)
-        return any(layer.program is not None or other.program is not None for other in sharing)
+        """Return whether layers share a parameter, under one name, with this one, and one of them or this one has a program."""
+        graph = self.scene.graph
+        owner = tied[source][1] if source in tied else self.layer.name
+        if owner is None or owner not in graph:
+            return False
+        sharing = [o for o in graph.layers for p in o.parameters if p.tied_to == owner and p.name == source]
+        return bool(sharing) and any(layer.program is not None for layer in (graph[owner], *sharing))
 
     # ---- Statements --------------------------------------------------------------------------------------------------
 
@@ -287,7 +289,9 @@ class _LayerWriter:
             self._add_call(body, call, names_inside)
         chain.define(self.recomputed_function, ", ".join(statement.tensors), body)
         arguments = ["{x}" if name == "x" else self.names.get(name, name) for name in statement.tensors]
-        chain.assign(f"checkpoint({', '.join([self.recomputed_function, *arguments])})")
+        draws = self.layer.dropouts or any(Name("step") in call.options.values() for call in statement.body)
+        function = f"PASSES.bound({self.recomputed_function})" if draws else self.recomputed_function
+        chain.assign(f"checkpoint({', '.join([function, *arguments])})")
 
     def _call_text(self, call: Call, names: dict[str, str]) -> str:
         """Return the expression of a call.
@@ -302,7 +306,7 @@ class _LayerWriter:
             return f"{arguments[0]}.reshape{arguments[1]}"
         options = {name: self._text(value, names) for name, value in call.options.items() if value != []}
         if "stream" in options:
-            options["stream"] = self.place.path(call.options["stream"])
+            options["stream"] = self._stream(call.options["stream"])
         arguments += [f"{name}={value}" for name, value in options.items() if value != "None"]
         return f"{call.function.replace('ranks.', 'RANKS.')}({', '.join(arguments)})"
 
@@ -357,15 +361,24 @@ class _LayerWriter:
             return f"[{', '.join(self._text(part, names) for part in value)}]"
         return value_text(value)
 
+    def _stream(self, name: str) -> str:
+        """Return the expression of the name of random numbers. In a block, ``__init__`` makes it, since only it knows the path."""
+        text = self.place.path(name)
+        if not text.startswith('f"{path}'):
+            return text
+        attribute = f"self.{self.scene.names.of(f'{self.place.label} {text[8:-1]}')}"
+        self.constants[attribute] = text
+        return attribute
+
     # ---- Properties of the plain model -------------------------------------------------------------------------------
 
     def _user_fact(self, fact: Fact) -> str:
         """Return the expression of a property of a user's model: an attribute that is looked up in the plain model."""
         texts = [value_text(argument) for argument in fact.arguments]
         if fact.function == "dropout_of":
-            if self.scene.form is not ONE_STAGE or not self.layer.dropouts:
+            if not self.layer.dropouts:
                 raise UserError(
-                    f"{self.layer.describe()}: it has dropout, which form='oneflow' writes for traced models without a pipeline"
+                    f"{self.layer.describe()}: it has dropout, which form='oneflow' writes for traced models"
                 )
             # The name of its random numbers contains the path of its module.
             texts = ['""', *texts[1:-1], self.place.path(fact.arguments[-1])]

@@ -86,6 +86,7 @@ def _scenes(
         scenes.append(
             Scene(
                 graph=figures.graph.graph,
+                model=plan.graph,
                 cluster=plan.evaluation.configuration.mesh_of(number).devices(plan.cluster),
                 workload=replace(plan.workload, recompute=recomputed_inside(choice.recompute)),
                 strategies=strategies,

@@ -14,7 +14,7 @@ from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.pipeline.holding import make_holding
 from autoddl.pipelines.runtime.pipeline.slots import RankMap, slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_plans import stage_layouts
-from autoddl.pipelines.runtime.stage.plan import StagePlan
+from autoddl.pipelines.runtime.stage.plan import StagePlan, norm_parts
 
 from .assembling import SBP_NAMES, axis_lines
 from .classes import ClassOfLayers
@@ -55,7 +55,8 @@ class PipelineParts:
         make_holding(self._schedule, plan.workload.micro_batch, self._layouts)
         names = tuple(f"Stage{number}" for number in range(plan.num_stages))
         are_divided = any(strategy.zero for stage in stages for strategy in stage.strategies.values())
-        self.calls = PipelineCalls(names, self._schedule.num_updates, bool(shared.groups), are_divided)
+        norms = norm_parts(plan.graph, {name: s for stage in stages for name, s in stage.strategies.items()})
+        self.calls = PipelineCalls(names, self._schedule.num_updates, bool(shared.groups), are_divided, norms)
 
     def classes(self, scenes: Sequence[Scene]) -> list[ClassOfLayers]:
         """Return the classes of the stages."""

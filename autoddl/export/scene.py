@@ -13,6 +13,8 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.program import TracedCall
 from autoddl.costmodel.strategy import PRODUCT, Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
@@ -64,6 +66,7 @@ class Scene:
 
     Attributes:
         graph: layers of the stage.
+        model: layers of the whole model.
         cluster: devices of the stage.
         workload: batch, micro-batch, precision, optimizer and recomputation.
         strategies: strategy of each layer by name.
@@ -77,6 +80,7 @@ class Scene:
     """
 
     graph: LayerGraph
+    model: LayerGraph
     cluster: Cluster
     workload: Workload
     strategies: Mapping[str, Strategy]
@@ -107,24 +111,45 @@ class Scene:
 
     @cached_property
     def is_traced(self) -> bool:
-        """Whether a program of a layer reads arguments of the model, so that the model gets all of them."""
-        programs = (layer.program for layer in self.graph.layers)
-        return any(program is not None and program.reads_data for program in programs)
+        """Whether a program of a layer reads arguments of the model, so that the model or its stages get all of them."""
+        return any(program.reads_data for layer in self.model.layers for program in layer.programs)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the file has the operators of all layers, and runs no module of the plain model."""
+        return all(layer.program is not None or not kind_of(layer.kind).is_opaque for layer in self.model.layers)
+
+    @property
+    def has_synchronised_norms(self) -> bool:
+        """Whether batch norms have the statistics of the samples of all ranks."""
+        programs = (layer.program for layer in self.model.layers if layer.program is not None)
+        in_programs = any(call.attributes.get("synchronised") for program in programs for call in program.calls)
+        return in_programs or any(layer.attributes.get("synchronised") for layer in self.model.layers)
 
     @cached_property
+    def has_dropouts(self) -> bool:
+        """Whether layers of known kinds have dropouts, which GPUs draw with their own generators."""
+        return any(layer.dropouts for layer in self.model.layers)
+
+    @cached_property
+    def random_places(self) -> Mapping[str, tuple[int, ...]]:
+        """Where the samples lie in the results of the random operators of programs, by the name of the operator."""
+        return {call.attributes["stream"]: tuple(call.attributes["place"]) for call in self._random_calls}
+
+    @property
     def draws_noise(self) -> bool:
-        """Whether a layer draws random numbers other than for dropouts."""
-        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
-        return any(
-            "stream" in call.attributes and call.kind != "dropout" for program in programs for call in program.calls
-        )
+        """Whether a program draws random numbers other than for dropouts, perhaps in evaluation, too."""
+        return any(call.kind != "dropout" for call in self._random_calls)
 
-    @cached_property
+    @property
+    def _random_calls(self) -> list[TracedCall]:
+        programs = (program for layer in self.model.layers for program in layer.programs)
+        return [call for program in programs for call in program.calls if "stream" in call.attributes]
+
+    @property
     def draws_numbers(self) -> bool:
-        """Whether a layer draws random numbers, which depend on the number of the pass."""
-        programs = (layer.program for layer in self.graph.layers if layer.program is not None)
-        in_programs = any("stream" in call.attributes for program in programs for call in program.calls)
-        return in_programs or any(layer.dropouts for layer in self.graph.layers)
+        """Whether a layer of the model draws random numbers, which depend on the number of the pass."""
+        return self.has_dropouts or bool(self.random_places)
 
     @cached_property
     def common_mesh(self) -> tuple[Axis, ...] | None:

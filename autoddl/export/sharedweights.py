@@ -92,6 +92,10 @@ class SharedWeights:
         return f"{layouts_text(call, lambda _: literal(name))}[0]"
 
     def _layers_with(self, number: int, names: Sequence[str]) -> list[Layer]:
-        """Return the layers of a stage that have a weight of one of these names."""
-        layers = self._stages[number].layers(self._graph)
-        return [layer for layer in layers if any(p.name in names for p in layer.parameters)]
+        """Return the layers of a stage that store a weight of one of these names; further ones of the stage share it."""
+        stage = self._stages[number]
+        return [
+            layer
+            for layer in stage.layers(self._graph)
+            if any(p.name in names and p.tied_to not in stage.strategies for p in layer.parameters)
+        ]

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from autoddl.pipelines.runtime.load import CUDA_LIBRARIES
 from autoddl.pipelines.runtime.model_constants import LEARNING_RATES
 from autoddl.pipelines.runtime.samples import text_task
+from autoddl.pipelines.runtime.stage.plan import norm_parts
 
 from ..zoo.builtin import BuiltIn, MLPSizes, ResNetSizes, VGGSizes
 from .scene import Scene
-from .source import literal
+from .source import literal, value_text
 
 __all__ = ["ENDING", "IMPORTS", "PipelineCalls", "main_text", "startup_text"]
 
@@ -121,9 +122,7 @@ _PIPELINE_BUILD = '''def build(seed: int = 0, optimizer: str = @optimizer@, lear
         optimizer=optimizer,
         learning_rate=learning_rate,
     )
-    for replica in pipeline.replicas.values():
-        @set_values@
-@renew@    return pipeline'''
+@set_stages@    return pipeline'''
 
 _PIPELINE_MAIN = '''def main(options: argparse.Namespace) -> None:
     """Train for the given number of steps; each run of the schedule makes one or several steps."""
@@ -168,12 +167,14 @@ class PipelineCalls:
         num_updates: number of updates of the schedule.
         has_shared_weights: whether several stages share a weight.
         divides_parameters: whether the ranks of a stage divide parameters.
+        norms: how ranks divide the samples of each batch norm, by path.
     """
 
     stages: tuple[str, ...]
     num_updates: int
     has_shared_weights: bool
     divides_parameters: bool
+    norms: Mapping[str, tuple[int, int]]
 
 
 def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -> str:
@@ -201,13 +202,9 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
         **(_SCALED_VALUES if scene.workload.types.scales_losses else _UNSCALED_VALUES),
         "rate": str(LEARNING_RATES[optimizer]),
         "selected": "",
-        "set_values": f"initialize({'replica.module' if pipeline else 'model'}, seed)",
+        "set_values": "initialize(model, seed)",
         **(_pipeline_values(pipeline) if pipeline else _MODEL_VALUES),
-        **(
-            _user_values(model, pipeline, scene.is_traced, scene.draws_noise)
-            if scene.built_in is None
-            else _built_in_values(scene.built_in)
-        ),
+        **(_user_values(model, pipeline, scene) if scene.built_in is None else _built_in_values(scene.built_in)),
     }
     parts = {name: _filled(values[name], values) for name in ("build", "main")}
     return _filled(_MAIN, {**values, **parts})
@@ -232,7 +229,8 @@ def _pipeline_values(pipeline: PipelineCalls) -> dict[str, str]:
         "state_options": _PIPELINE_OPTIONS,
         "stages": f"[{', '.join(pipeline.stages)}]",
         "shared": "shared_weights()" if pipeline.has_shared_weights else "[]",
-        "renew": "        replica.weights.renew()\n" if pipeline.divides_parameters else "",
+        "set_stages": "    for replica in pipeline.replicas.values():\n        initialize(replica.module, seed)\n"
+        + ("        replica.weights.renew()\n" if pipeline.divides_parameters else ""),
         "steps": str(10 if pipeline.num_updates == 1 else 2 * pipeline.num_updates),
     }
 
@@ -242,7 +240,7 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"@(\w+)@", lambda match: values[match[1]], text)
 
 
-def _user_values(model: str, pipeline: PipelineCalls | None, is_traced: bool, draws: bool) -> dict[str, str]:
+def _user_values(model: str, pipeline: PipelineCalls | None, scene: Scene) -> dict[str, str]:
     """Return the values of placeholders for a user's model.
 
     A pipeline compares its first loss with the plain model's: a comparison beforehand would need another run of the schedule.
@@ -250,10 +248,13 @@ def _user_values(model: str, pipeline: PipelineCalls | None, is_traced: bool, dr
     Args:
         model: ``FILE.py:FUNCTION`` that makes the plain model.
         pipeline: the pipeline; None if the plan has one stage.
-        is_traced: whether the annotated model gets all arguments of the plain model.
-        draws: whether the model draws random numbers other than for dropouts, perhaps in evaluation, too.
+        scene: the model, or any stage of it.
     """
     file, _, function = model.rpartition(":")
+    is_traced = scene.is_traced
+    # In the results of other operators the samples are the first dimension.
+    places = {stream: place for stream, place in scene.random_places.items() if place != (0, 1)}
+    unused = scene.model.unused
     values = {
         "argument": ", plain: Any = None",
         "batch_argument": ", examples: Any = ()",
@@ -267,21 +268,31 @@ def _user_values(model: str, pipeline: PipelineCalls | None, is_traced: bool, dr
         "what": "random data like its examples",
     }
     whole = ", reads_all=True" if is_traced else ""
+    drawing = f"lambda steps: seeded_random(plain, {value_text(places)}, steps)"
+    norms = norm_parts(scene.model, scene.strategies) if pipeline is None else pipeline.norms
+    grouping = f"    group_norms(plain, {value_text(norms)}, MICRO_BATCH{'' if pipeline is None else ' // SLOTS'})\n"
+    # In evaluation, batch norms of CPU ranks are alike, but OneFlow runs synchronised ones on GPUs only.
+    before = grouping if norms and (pipeline or scene.draws_noise or scene.has_synchronised_norms) else ""
+    # Statistics of batch norms depend on how samples are split, so those models are compared in evaluation, unless they draw there.
+    if scene.draws_noise or (scene.is_replayed and not norms):
+        whole += f", drawing={drawing}, in_training=True" if scene.draws_numbers else ", in_training=True"
+    # GPUs draw the dropouts of layers with generators of their own.
+    condition = "    if BACKEND.device != GPU:\n    " if "drawing" in whole and scene.has_dropouts else ""
     if pipeline is None:
         return {
             **values,
-            # The plain model draws other numbers than the annotated one.
-            "check_before": ""
-            if draws
-            else f"    check_against_plain(model, plain, batch(options.seed, 0, examples){whole})\n",
-            "set_values": "take_plain_values(model, plain)",
+            "check_before": f"{before}{condition}    check_against_plain(model, plain, batch(options.seed, 0, examples){whole})\n",
+            "set_values": f"take_plain_values(model, plain{f', unused={value_text(unused)}' if unused else ''})",
         }
+    options = f", {drawing}, SLOTS" if scene.draws_numbers else ""
+    unlike = f"options.load{' or BACKEND.device == GPU' if scene.has_dropouts else ''}"
     samples = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"
     return {
         **values,
-        "stages": f"[lambda stage=stage: stage(plain) for stage in ({', '.join(pipeline.stages)})]",
-        "set_values": "take_plain_values(replica.module, plain, is_whole=False)",
-        "check_before": f"    samples = {samples}\n    expected = None if options.load else plain_loss(plain, samples)\n",
+        "stages": f"[lambda stage=stage: stage_of_plain(stage, plain) for stage in ({', '.join(pipeline.stages)})]",
+        "set_stages": "",
+        "check_before": f"{before}    samples = {samples}\n"
+        f"    expected = None if {unlike} else plain_loss(plain, samples{options})\n",
         "check": "        if not run and expected is not None:\n            check_loss(float(losses[0]), expected)\n",
     }
 

@@ -22,11 +22,15 @@ class Assembly:
     in the same order, apart from the place of the samples.
     """
 
-    def __init__(self, graph: OperatorGraph, samples: Samples):
+    def __init__(self, graph: OperatorGraph, samples: Samples, mixed: frozenset[str] = frozenset()):
         self.graph, self.samples = graph, samples
+        #: Parameters that layers of kinds share which cannot share weights: programs read them.
+        self.mixed = mixed
         self.drafts: list[LayerDraft] = []
         #: By tensor name: the layer whose output holds the elements of the tensor. Raw and fixed tensors have no entry.
         self.owners: dict[str, LayerDraft] = {}
+        #: By operator name: why no layer of a kind with more strategies describes it.
+        self.reasons: dict[str, str] = {}
 
     # ---- Layers -----------------------------------------------------------------------------------------------------------
 
@@ -80,7 +84,9 @@ class Assembly:
     def _is_parameter(self, tensor: str, shape: Sequence[int] | None = None) -> bool:
         """Return whether a learned tensor is a parameter as it is, of a shape if one is given."""
         variable = self.graph.variables.get(tensor)
-        return variable is not None and variable.trained and shape in (None, variable.shape)
+        return (
+            variable is not None and variable.trained and shape in (None, variable.shape) and tensor not in self.mixed
+        )
 
     # ---- Sources ----------------------------------------------------------------------------------------------------------
 

@@ -17,17 +17,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .attention_checks import core_order, core_reason
+from .attention_checks import core_factor, core_order, is_plain, other_reason, turning_reason
 from .operators import ELEMENTWISE, UNARY, VIEWS, Operator, OperatorGraph
+from .score_changes import ROLES_OF_OPERATORS, Change, CoreSizes, changes_between
 
 __all__ = ["AttentionRegion", "find_attentions"]
 
 #: Matrix products of two activations.
 _MATMULS = frozenset({"batch_matmul", "broadcast_matmul", "matmul"})
 #: Operators that apply a mask, a bias or a scale to the scores.
-_MASKS = frozenset({"masked_fill", "where", "add_n", "broadcast_add", "broadcast_mul"})
+_MASKS = frozenset({*ROLES_OF_OPERATORS, "where"})
 #: Operators between q, k or v and its source that rearrange elements (rotary positions concatenate two halves).
-_REARRANGEMENTS = VIEWS | frozenset({"concat"})
+_REARRANGEMENTS = VIEWS | frozenset({"concat", "repeat_elements"})
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,18 @@ class AttentionRegion:
 
     Attributes:
         operators: All operators of the core, in execution order.
-        path: Path of the module that calls the softmax.
+        path: Path of the module that computes the softmax, without that of a module for the softmax alone.
         sources: Tensors that the core reads: those of q first, then k, then v.
         output: Output tensor of shape (batch, rows, heads * head_dim).
-        rows: Query rows of one sample.
+        rows: Query rows of one sample, those of all windows.
         heads: Query heads.
         head_dim: Features of one head.
         causal: Whether a constant mask hides the later rows from each row.  None if there is a constant mask of unknown values.
         dropout: Whether dropout is applied to the probabilities.
         is_interleaved: Whether the features of the only source are q, k and v of each head together, and not those of all heads.
+        windows: Number of windows of successive rows that attend to themselves alone.
+        key_rows: Rows of keys and values of one sample.
+        changes: What happens to the scores before the softmax; None if nothing but a causal mask.
         reason: Why ranks cannot run the core as attention, as the end of a sentence.  "" if they can.
     """
 
@@ -59,6 +63,9 @@ class AttentionRegion:
     dropout: bool
     reason: str = ""
     is_interleaved: bool = False
+    windows: int = 1
+    key_rows: int = 0
+    changes: tuple[Change, ...] | None = None
 
 
 def find_attentions(graph: OperatorGraph, ends: set[str], passable: set[str]) -> list[AttentionRegion]:
@@ -85,43 +92,58 @@ def _region_around(
     weighted, dropout = _find_weighted_values(graph, softmax, members)
     if scores is None or weighted is None:
         return None
-    sizes = _sizes(graph, scores, weighted)
-    if sizes is None:
-        return None
-    rows, heads, head_dim = sizes
     # 3. Merged heads.
-    output = _merge_heads(graph, weighted, rows, heads * head_dim, members)
-    if output is None:
+    found = (
+        (sizes, merged)
+        for sizes in _possible_sizes(graph, scores, weighted)
+        if (merged := _merge_heads(graph, weighted, sizes)) is not None
+    )
+    sizes, merged = next(found, (None, None))
+    if sizes is None or merged is None:
         return None
+    output, views = merged
+    members.update(views)
     # 4. Sources.
     query, key = scores.arguments["a"][0], scores.arguments["b"][0]
     value = weighted.arguments["b"][0]
     sources: dict[str, None] = {}
+    turned: list[Operator] = []
     for tensor in (query, key, value):
         tensor_sources, operators = _find_sources(graph, tensor, ends, passable)
         sources.update(dict.fromkeys(tensor_sources))
         members.update(operators)
+        turned += operators.values() if tensor != value else ()
     # 5. Feeders.
     _add_feeders(graph, members)
     if not _is_closed(graph, members, output):
         return None
-    causal = _is_causal(graph, masks, rows)
-    reason = core_reason(graph, softmax, scores, members, masks, tuple(sources), head_dim, causal)
+    causal = _is_causal(graph, masks, sizes.rows)
+    factor = core_factor(graph, scores, tuple(sources))
+    reason, changes = other_reason(graph, softmax, weighted, members, masks), None
+    reason = reason or turning_reason(graph, turned, softmax.path, sizes.head_dim)
+    if not reason and not is_plain(graph, softmax, scores, masks, factor, sizes, causal):
+        known = sizes.head_dim**-0.5 if factor is None else factor
+        changed = changes_between(graph, scores, softmax, sizes, known)
+        reason, changes = (changed, None) if isinstance(changed, str) else ("", changed)
     order = core_order(graph, scores, weighted, tuple(sources), output, sizes)
     if order == "other" and not reason:
         reason = "the features of its queries, keys and values are in another order"
     return AttentionRegion(
         operators=tuple(sorted(members.values(), key=lambda op: graph.position[op.name])),
-        path=softmax.path,
+        # A module for the softmax alone is part of the attention around it.
+        path=softmax.path.rpartition(".")[0] if softmax.path in graph.leaves else softmax.path,
         sources=tuple(sources),
         output=output,
-        rows=rows,
-        heads=heads,
-        head_dim=head_dim,
-        causal=causal,
+        rows=sizes.windows * sizes.rows,
+        heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        causal=causal if changes is None else False,
         dropout=dropout,
         reason=reason,
         is_interleaved=order == "interleaved",
+        windows=sizes.windows,
+        key_rows=sizes.windows * sizes.keys,
+        changes=changes,
     )
 
 
@@ -171,43 +193,45 @@ def _find_weighted_values(
         tensor = op.output
 
 
-def _sizes(graph: OperatorGraph, scores: Operator, weighted: Operator) -> tuple[int, int, int] | None:
-    """Return rows, heads and features per head.
+def _possible_sizes(graph: OperatorGraph, scores: Operator, weighted: Operator) -> list[CoreSizes]:
+    """Return the sizes that a core may have: all its matrices are of heads, or the first dimension has windows of the samples.
 
     Returns:
-        None if the numbers of queries and keys differ, or if the first dimension is not the batch (or batch * heads).
+        Nothing if the first dimension does not begin with the batch.
     """
     *leading, rows, columns = graph.shapes[scores.output]
     *weighted_leading, weighted_rows, head_dim = graph.shapes[weighted.output]
     num_matrices = math.prod(leading)
-    if rows != columns or leading != weighted_leading or weighted_rows != rows or num_matrices % graph.batch:
-        return None
+    if leading != weighted_leading or weighted_rows != rows or num_matrices % graph.batch:
+        return []
     if leading and leading[0] % graph.batch:
-        return None
-    return rows, num_matrices // graph.batch, head_dim
+        return []
+    heads = num_matrices // graph.batch
+    windows = leading[0] // graph.batch if len(leading) > 1 else 1
+    counts = {1: heads, windows: heads // windows}
+    return [CoreSizes(number, rows, columns, of_each, head_dim) for number, of_each in counts.items()]
 
 
-def _merge_heads(
-    graph: OperatorGraph, weighted: Operator, rows: int, features: int, members: dict[str, Operator]
-) -> str | None:
+def _merge_heads(graph: OperatorGraph, weighted: Operator, sizes: CoreSizes) -> tuple[str, dict[str, Operator]] | None:
     """Return the tensor that holds the features of all heads in its last dimension, or None if there is none.
 
-    The views between the product with v and this tensor are added to ``members``.  A single head needs no view.
+    The second value are the views between the product with v and this tensor.  A single head needs no view.
     """
-    tensor = weighted.output
-    num_elements = graph.batch * rows * features
+    tensor, members = weighted.output, dict[str, Operator]()
+    features = sizes.heads * sizes.head_dim
+    num_elements = graph.batch * sizes.windows * sizes.rows * features
     while True:
         shape = graph.shapes[tensor]
         is_single_head = tensor == weighted.output and shape[-1] == features and graph.elements(tensor) == num_elements
         op = graph.sole_consumer(tensor)
         if op is None or op.kind not in VIEWS:
-            return tensor if is_single_head else None
+            return (tensor, members) if is_single_head else None
         if is_single_head and op.kind == "reshape" and graph.shapes[op.output][-1] != features:
-            return tensor
+            return tensor, members
         members[op.name] = op
         tensor = op.output
         if op.kind == "reshape" and graph.shapes[tensor][-1] == features:
-            return tensor
+            return tensor, members
 
 
 def _find_sources(

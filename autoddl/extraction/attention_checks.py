@@ -1,92 +1,162 @@
 """Checks that a found attention core computes what ranks compute for a layer of kind ``attention``.
 
-Ranks compute softmax(q k^T / sqrt(head_dim)) v, with a causal mask or none. The features of their input are q, k and v of all heads
-one after the other, or those of each head together. Views between the input and q, k and v are followed element by element, on an
-array of indices.
+Plain attention is softmax(q k^T / sqrt(head_dim)) v, with a causal mask or none; what else may happen to its scores is found by
+:mod:`.score_changes`. The features of the input are q, k and v of all heads one after the other, or those of each head together.
+Views between the input and q, k and v are followed element by element, on an array of indices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
 from autoddl.costmodel.program import at
+from autoddl.pipelines.runtime.facts import rotary_base_of
 
 from .operators import Operator, OperatorGraph
 from .scales import attributes_of
+from .score_changes import NEUTRAL, SCALES, CoreSizes, keeps_order, number_of
 
-__all__ = ["core_order", "core_reason"]
+__all__ = ["core_factor", "core_order", "is_plain", "other_reason", "turning_reason"]
 
 #: Most elements whose places are followed; larger inputs are taken to have their features in the usual order.
 _MAX_FOLLOWED = 1 << 25
-#: Operators that multiply by a number.
-_SCALES = {"scalar_mul": 1, "scalar_div": -1}
-#: Operators that change no value.
-_NEUTRAL = frozenset({"cast", "identity", "to_contiguous"})
-#: Operators of scores that ranks apply too: masks, and a dropout of the probabilities.
-_OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", "reshape", "dropout", *_NEUTRAL})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+#: Operators of scores that ranks apply too: masks.
+_OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", *NEUTRAL})
+#: Operators that turn queries and keys by their positions.
+_TURNING = frozenset({"broadcast_mul", "add_n", "broadcast_add", "negative", "concat"})
 #: Operators that rearrange elements, and are followed.
-_FOLLOWED = frozenset(
-    {"reshape", "transpose", "squeeze", "expand_dims", "narrow", "slice", "expand", *_NEUTRAL, *_SCALES}
-)
+_FOLLOWED = frozenset({*_VIEWS, "transpose", "narrow", "slice", "expand", "repeat_elements", *NEUTRAL, *SCALES})
 
 
-def core_reason(
-    graph: OperatorGraph,
-    softmax: Operator,
-    scores: Operator,
-    members: dict[str, Operator],
-    masks: Sequence[str],
-    sources: Sequence[str],
-    head_dim: int,
-    causal: bool | None,
+def other_reason(
+    graph: OperatorGraph, softmax: Operator, weighted: Operator, members: dict[str, Operator], masks: Sequence[str]
 ) -> str:
-    """Return why ranks cannot run a core as attention, as the end of a sentence; "" if they can."""
-    if any(graph.is_learned(tensor) for op in members.values() for tensor in op.inputs if not _is_head_norm(graph, op)):
-        return "its attention adds a learned bias"
-    if any(graph.is_raw(mask) for mask in masks):
-        return "its attention has a mask that depends on the input"
-    if causal is None:
-        return "its attention has a mask of which it is not known whether it is causal"
-    factor = float(scores.attributes.get("alpha", 1.0))
-    tensor = softmax.inputs[0]
-    while (op := graph.producer[tensor]) is not scores:
-        if op.kind in _SCALES:
-            factor *= _number(op) ** _SCALES[op.kind]
-        elif op.kind in ("broadcast_mul", "broadcast_div"):
-            return "its attention multiplies scores by a tensor"
-        elif op.kind in _OF_SCORES or (op.kind == "expand" and graph.dims[op.inputs[0]] == graph.dims[op.output]):
-            pass
-        elif op.kind in ("transpose", "expand_dims", "squeeze"):
-            back = _followed(graph, softmax.inputs[0], (scores.output,))
-            if back is None or not np.array_equal(back[1].reshape(-1), np.arange(back[1].size)):
-                return "its attention rearranges scores"
-        else:
-            return f"its attention applies {op.kind} to scores"
-        tensor = graph.active_inputs(op)[0]
-    is_known = True
+    """Return why ranks cannot run a core as attention, whatever happens to its scores; "" if they can.
+
+    Args:
+        graph: The traced operators.
+        softmax: The softmax.
+        weighted: The product with v.
+        members: All operators of the core.
+        masks: Tensors that change the scores.
+    """
+    for op in members.values():
+        if graph.active_inputs(op) and any(tensor not in masks for tensor in graph.learned_inputs(op)):
+            return "its attention scales or shifts its queries, keys or values by learned tensors"
+    tensor = softmax.output
+    while (reader := graph.sole_consumer(tensor)) is not None and reader is not weighted:
+        op = reader
+        if op.kind not in {"dropout", "transpose", *NEUTRAL, *_VIEWS}:
+            return f"its attention applies {op.kind} to probabilities"
+        if op.kind == "dropout" and not _is_in_order(graph, tensor, softmax.output):
+            return "its attention rearranges probabilities"
+        tensor = op.output
+    return "" if _is_in_order(graph, tensor, softmax.output) else "its attention rearranges probabilities"
+
+
+def _is_in_order(graph: OperatorGraph, tensor: str, source: str) -> bool:
+    """Return whether a tensor has the elements of another one in the same order, perhaps with some dropped."""
+    followed = _followed(graph, tensor, (source,), {*_FOLLOWED, "dropout"})
+    return followed is not None and np.array_equal(followed[1].reshape(-1), np.arange(followed[1].size))
+
+
+def turning_reason(graph: OperatorGraph, operators: Sequence[Operator], path: str, head_dim: int) -> str:
+    """Return why ranks cannot turn queries and keys by their positions as a model does, as the end of a sentence; "" if they can.
+
+    Ranks turn the pairs (i, i + head_dim / 2), or nothing. Where cosine and sine come from is not followed.
+
+    Args:
+        graph: The traced operators.
+        operators: Operators between queries or keys and their sources.
+        path: Path of the module of the softmax.
+        head_dim: Features of a head.
+    """
+    others = [op for op in operators if op.kind not in _FOLLOWED]
+    if not others:
+        return ""
+    unknown = sorted({op.kind for op in others} - _TURNING)
+    if unknown:
+        return f"its attention applies {unknown[0]} to queries or keys"
+    if not all(_swaps_halves(graph, op, head_dim) for op in others if op.kind == "concat"):
+        return "its attention turns other pairs of features than (i, i + head_dim / 2) by their positions"
+    if rotary_base_of(graph.model, path) is None:
+        return "no attribute rope_theta of its module, or of one around it, gives the base of its rotary positions"
+    return ""
+
+
+def _swaps_halves(graph: OperatorGraph, concat: Operator, head_dim: int) -> bool:
+    """Return whether an operator makes (-b, a) of the two halves (a, b) of the features of heads."""
+    parts = []
+    for tensor in concat.arguments["in"]:
+        sign = 1.0
+        while (op := graph.producer.get(tensor)) is not None and op.kind in ("negative", *SCALES, *NEUTRAL):
+            sign *= -1.0 if op.kind == "negative" else number_of(op) ** SCALES[op.kind] if op.kind in SCALES else 1.0
+            tensor = op.inputs[0]
+        if op is None or op.kind not in ("narrow", "slice"):
+            return False
+        first = op.attributes["start"] if op.kind == "narrow" else op.attributes["start"][-1]
+        parts.append((sign, first, graph.shapes[tensor][-1], op.inputs[0]))
+    half = head_dim // 2
+    sources = {source for *_, source in parts}
+    return len(sources) == 1 and [part[:3] for part in parts] == [(-1.0, half, half), (1.0, 0, half)]
+
+
+def core_factor(graph: OperatorGraph, scores: Operator, sources: Sequence[str]) -> float | None:
+    """Return the factor of the product q k^T, and of q and k before; None if it is not known.
+
+    Args:
+        graph: The traced operators.
+        scores: The product.
+        sources: Tensors of q, k and v, or the only one of them all.
+    """
+    factor, is_known = float(scores.attributes.get("alpha", 1.0)), True
     for key in ("a", "b"):
         path, reached = _path_from(graph, scores.arguments[key][0], sources)
         is_known &= reached
         for op in path:
-            factor *= _number(op) ** _SCALES[op.kind] if op.kind in _SCALES else 1.0
-    if is_known and not math.isclose(factor, head_dim**-0.5, rel_tol=1e-4):
-        return f"its attention multiplies scores by {factor:.4g}, not by 1 / sqrt({head_dim})"
-    return ""
+            factor *= number_of(op) ** SCALES[op.kind] if op.kind in SCALES else 1.0
+    return factor if is_known else None
 
 
-def _is_head_norm(graph: OperatorGraph, op: Operator) -> bool:
-    """Whether an operator scales or shifts single heads after their norm."""
-    return op.kind in ("broadcast_mul", "broadcast_add") and all(
-        len(graph.shapes[t]) == 1 or graph.elements(t) == graph.shapes[t][-1] for t in graph.learned_inputs(op)
-    )
+def is_plain(
+    graph: OperatorGraph,
+    softmax: Operator,
+    scores: Operator,
+    masks: Sequence[str],
+    factor: float | None,
+    sizes: CoreSizes,
+    causal: bool | None,
+) -> bool:
+    """Return whether a core is plain attention, which divides its scores by a root and has at most a causal mask.
 
-
-def _number(op: Operator) -> float:
-    attributes = op.attributes
-    return float(attributes["float_operand"] if attributes["has_float_operand"] else attributes["int_operand"])
+    Args:
+        graph: The traced operators.
+        softmax: The softmax.
+        scores: The product q k^T.
+        masks: Tensors that change the scores.
+        factor: The factor of the product, if it is known (`core_factor`).
+        sizes: Sizes of the core.
+        causal: Whether one of the masks is causal, if that is known.
+    """
+    if (
+        sizes.windows > 1
+        or sizes.keys != sizes.rows
+        or causal is None
+        or not all(graph.is_fixed(m) and not graph.is_learned(m) for m in masks)
+    ):
+        return False
+    after, tensor = 1.0, softmax.inputs[0]
+    while (op := graph.producer[tensor]) is not scores:
+        if op.kind in SCALES:
+            after *= number_of(op) ** SCALES[op.kind]
+        elif op.kind not in _OF_SCORES and not keeps_order(graph, op):
+            return False
+        tensor = graph.active_inputs(op)[0]
+    return factor is None or math.isclose(factor * after, sizes.head_dim**-0.5, rel_tol=1e-4)
 
 
 def _path_from(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tuple[list[Operator], bool]:
@@ -107,7 +177,7 @@ def core_order(
     weighted: Operator,
     sources: Sequence[str],
     output: str,
-    sizes: tuple[int, int, int],
+    sizes: CoreSizes,
 ) -> str:
     """Return the order of the input's features: ``plain``, ``interleaved`` (q, k and v of each head together) or ``other``.
 
@@ -119,12 +189,13 @@ def core_order(
         weighted: The product with v.
         sources: Tensors of q, k and v, or the only one of them all.
         output: Output of the core.
-        sizes: Rows, heads and features per head.
+        sizes: Sizes of the core.
     """
-    rows, heads, head_dim = sizes
+    windows, heads, head_dim = sizes.windows, sizes.heads, sizes.head_dim
     if sum(graph.elements(tensor) for tensor in sources) // graph.batch > _MAX_FOLLOWED:
         return "plain"
-    features = [graph.elements(tensor) // (graph.batch * rows) for tensor in sources]
+    lengths = [sizes.rows, *(sizes.keys for _ in sources[1:])]
+    features = [graph.elements(tensor) // (graph.batch * windows * length) for tensor, length in zip(sources, lengths)]
     places = []
     for op, key in ((scores, "a"), (scores, "b"), (weighted, "b")):
         tensor = op.arguments[key][0]
@@ -135,8 +206,12 @@ def core_order(
         is_transposed = op is scores and key == "b" and not op.attributes.get("transpose_b")
         index = index.reshape(-1, *index.shape[-2:])
         index = np.swapaxes(index, 1, 2) if is_transposed else index
-        if index.shape[1:] != (rows, head_dim) or heads % len(index):
+        length = sizes.rows if op is scores and key == "a" else sizes.keys
+        rows = windows * length
+        if index.shape[1:] != (length, head_dim) or windows * heads % len(index):
             return "other"
+        if windows > 1:  # the windows of a head are its rows, one after the other
+            index = index.reshape(windows, -1, length, head_dim).swapaxes(0, 1).reshape(-1, rows, head_dim)
         first = index[:, :1, :].copy()
         if first.max() >= features[number] or not np.array_equal(
             index, first + np.arange(rows, dtype=np.int32)[None, :, None] * features[number]
@@ -145,8 +220,8 @@ def core_order(
         places.append((number, first[:, 0, :]))
     back = _followed(graph, output, (weighted.output,))
     if back is not None:
-        shape = (heads, rows, head_dim)
-        expected = np.swapaxes(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), 0, 1)
+        shape = (windows, heads, sizes.rows, head_dim)
+        expected = np.swapaxes(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), 1, 2)
         if not np.array_equal(back[1].reshape(-1), expected.reshape(-1)):
             return "other"
     return _order_of(places, features, heads, head_dim)
@@ -174,8 +249,16 @@ def _order_of(places: Sequence[tuple[int, np.ndarray]], features: Sequence[int],
     return "interleaved" if len(features) == 1 and is_interleaved else "other"
 
 
-def _followed(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tuple[int, np.ndarray] | None:
+def _followed(
+    graph: OperatorGraph, tensor: str, sources: Sequence[str], kinds: Container[str] = _FOLLOWED
+) -> tuple[int, np.ndarray] | None:
     """Return the source that a tensor is a view of, and the index there of each of its elements, of one sample.
+
+    Args:
+        graph: The traced operators.
+        tensor: The tensor.
+        sources: Tensors that it may be a view of.
+        kinds: Operators between them.
 
     Returns:
         None if it is no view.
@@ -184,7 +267,7 @@ def _followed(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tupl
     start = tensor
     while start not in sources:
         op = graph.producer.get(start)
-        if op is None or op.kind not in _FOLLOWED:
+        if op is None or op.kind not in kinds:
             return None
         path.append(op)
         start = graph.active_inputs(op)[0]
@@ -200,6 +283,8 @@ def _followed(graph: OperatorGraph, tensor: str, sources: Sequence[str]) -> tupl
         elif op.kind == "slice":
             bounds = zip(attributes["start"], attributes["stop"], attributes["step"])
             index = index[tuple(slice(*bound) for bound in bounds)]
+        elif op.kind == "repeat_elements":
+            index = np.repeat(index, attributes["repeats"], axis=attributes["dim"])
         elif op.kind == "expand":
             index = np.broadcast_to(index, at(graph.dims[op.output], 1))
         else:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .activations import is_plain_activation
 from .attention import AttentionRegion
 from .operators import PRODUCTS, SUMS, UNARY, Operator, OperatorGraph
 
@@ -56,12 +57,14 @@ class DenseGroup:
         activations: For a gate: kinds of the activation functions, in order.
         gate: For a gate: operators between the outputs of the parts and their product, and the product.
         output: For a gate: output tensor of the product.  "" otherwise.
+        operation: For a gate: ``mul``, or ``mul_last`` if the activation functions apply to the last half of one dense layer.
     """
 
     parts: tuple[Dense, ...]
     activations: tuple[str, ...] = ()
     gate: tuple[Operator, ...] = ()
     output: str = ""
+    operation: str = "mul"
 
 
 def find_dense(graph: OperatorGraph) -> list[Dense]:
@@ -131,7 +134,9 @@ def fuse_projections(
             if tensor in by_output and not graph.is_read_outside(tensor, names):
                 part = by_output[tensor]
                 by_source.setdefault(part.source, []).append(part)
-        groups += [DenseGroup(tuple(parts)) for parts in by_source.values() if len(parts) > 1]
+        # Keys and values of another sequence than the queries stay apart: attention reads three tensors then.
+        if len(by_source) == 1:
+            groups += [DenseGroup(tuple(parts)) for parts in by_source.values() if len(parts) > 1]
     return groups
 
 
@@ -156,17 +161,18 @@ def _gate_of(graph: OperatorGraph, product: Operator, by_output: dict[str, Dense
     sides = [_side_of(graph, factor, by_output) for factor in factors]
     if sides[0] is None or sides[1] is None:
         return None
-    # The gate is the side with the activation; if neither side or both sides have one, the first side.
-    gate, up = sorted((sides[0], sides[1]), key=lambda side: not side.activations)
-    operators = (*gate.operators, *up.operators, product)
-    activations = (*gate.activations, *up.activations)
+    # The gate is the side with the activation; if neither side has one, the first side.
+    gate, up = sorted((sides[0], sides[1]), key=lambda side: (not side.activations, side.start or 0))
+    operators, activations = (*gate.operators, *up.operators, product), gate.activations
+    if up.activations or not all(is_plain_activation(op) for op in gate.operators if op.kind in UNARY):
+        return None
     # The two halves of one dense layer.
     if gate.dense is up.dense:
         width = gate.dense.out_features // 2
         are_halves = {gate.start, up.start} == {0, width} and graph.shapes[product.output][-1] == width
         if not are_halves or graph.is_read_outside(gate.dense.output, {op.name for op in operators}):
             return None
-        return DenseGroup((gate.dense,), activations, operators, product.output)
+        return DenseGroup((gate.dense,), activations, operators, product.output, "mul_last" if gate.start else "mul")
     # Two dense layers of the same source.
     are_whole = gate.start is None and up.start is None
     are_alike = gate.dense.source == up.dense.source and gate.dense.out_features == up.dense.out_features

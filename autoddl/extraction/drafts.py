@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.epilogue import GATES
+from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.pipelines.runtime.comm.layouts import product_order
 
 from ..zoo.layers import batch_norm_note, kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import Operator, OperatorGraph
+from .reasons import join_names
 
-__all__ = ["LayerDraft", "build_layer_graph", "join_names"]
-
-#: Names that a note lists; the others are counted.
-MAX_LISTED_NAMES = 4
+__all__ = ["LayerDraft", "MixedWeights", "build_layer_graph"]
 
 
 @dataclass(eq=False)
@@ -71,6 +72,53 @@ class LayerDraft:
         return not {name for name, _ in self.epilogue}.isdisjoint(operations)
 
 
+class MixedWeights(Exception):  # noqa: N818 - not an error of the user
+    """Layers share parameters that layers of their kinds cannot share.
+
+    Attributes:
+        variables: The parameters, by tensor name.
+    """
+
+    def __init__(self, variables: frozenset[str]) -> None:
+        super().__init__(variables)
+        self.variables = variables
+
+
+def _check_sharing(drafts: Sequence[LayerDraft]) -> None:
+    """Check that layers which share a parameter are programs, or of kinds that can share it.
+
+    Raises:
+        MixedWeights: They are not.
+    """
+    kinds_of: dict[str, set[str]] = {}
+    for draft in drafts:
+        for variable, _ in draft.variables:
+            kinds_of.setdefault(variable, set()).add(draft.layer.kind)
+    mixed = {
+        variable
+        for variable, kinds in kinds_of.items()
+        if not all(kind_of(a).shares_weights_with(kind_of(b)) for a, b in permutations(sorted(kinds), 2))
+    }
+    if mixed:
+        raise MixedWeights(frozenset(mixed))
+
+
+def _check_orders(graph: LayerGraph, drafts: Mapping[str, LayerDraft]) -> None:
+    """Check that linear layers with the same weight have their features in the same order, which depends on their readers.
+
+    Raises:
+        MixedWeights: They have not.
+    """
+    for layer in graph.layers:
+        owners = {p.tied_to for p in layer.parameters if p.tied_to is not None}
+        for owner in (graph[name] for name in owners):
+            if layer.kind != "linear" or owner.kind != "linear":
+                continue
+            own, other = product_order(graph, layer), product_order(graph, owner)
+            if (own.num_groups, own.section_widths) != (other.num_groups, other.section_widths):
+                raise MixedWeights(frozenset(variable for variable, _ in drafts[layer.name].variables))
+
+
 def build_layer_graph(
     drafts: Sequence[LayerDraft],
     producers: Mapping[int, Sequence[LayerDraft]],
@@ -88,7 +136,11 @@ def build_layer_graph(
         graph: The traced operators.
         name: Name of the layer graph.
         notes: Notes of the layer graph; notes about opaque layers and unused parameters are appended.
+
+    Raises:
+        MixedWeights: Layers share a parameter that layers of their kinds, or with their readers, cannot share.
     """
+    _check_sharing(drafts)
     # Unique names.
     unique_names = _unique_names([draft.name for draft in drafts])
     name_of_draft = {id(draft): unique for draft, unique in zip(drafts, unique_names)}
@@ -124,8 +176,13 @@ def build_layer_graph(
         )
         edges += [(name_of_draft[id(source)], layer_name) for source in producers[id(draft)]]
     layers = mark_blocks(layers, edges, graph.containers)
-    all_notes = [*notes, *_opaque_notes(drafts, name_of_draft), *_unused_notes(graph, owners)]
-    return LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes))
+    used = {graph.variables[tensor].name for tensor in owners}
+    unused = tuple(name for name in graph.parameters if name not in used)
+    all_notes = [*notes, *_opaque_notes(drafts, name_of_draft)]
+    all_notes += [f"parameters that no layer uses: {join_names(unused)}"] if unused else []
+    result = LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes), unused)
+    _check_orders(result, {name_of_draft[id(draft)]: draft for draft in drafts})
+    return result
 
 
 def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -> list[str]:
@@ -136,7 +193,7 @@ def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -
             key = "+".join(dict.fromkeys(draft.kinds)), draft.reason
             opaque_layers.setdefault(key, []).append(name_of_draft[id(draft)])
     notes = [
-        f"{kinds} ({join_names(names)}): can be split along the batch only{reason and f', since {reason}'}"
+        f"{kinds} ({join_names(names)}): can be split along the batch only, since {reason}"
         for (kinds, reason), names in opaque_layers.items()
     ]
     normalised = [
@@ -152,23 +209,6 @@ def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -
             f"{join_names(mixing)}: mix the samples of a batch; if the batch is split, each part is mixed by itself"
         )
     return notes
-
-
-def _unused_notes(graph: OperatorGraph, owners: dict[str, str]) -> list[str]:
-    """Return a note that names the parameters which no layer uses, if there are any."""
-    used = {graph.variables[tensor].name for tensor in owners}
-    unused = [name for name in graph.parameters if name not in used]
-    return [f"parameters that no layer uses: {join_names(unused)}"] if unused else []
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Return the first names as a list in text, with the number of the others.
-
-    >>> join_names(["a", "b", "c", "d", "e", "f"])
-    'a, b, c, d and 2 more'
-    """
-    num_more = len(names) - MAX_LISTED_NAMES
-    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def _sample_name(drafts: Sequence[LayerDraft], graph: OperatorGraph) -> str:

@@ -16,6 +16,7 @@ from .clusters import cluster
 from .drafts import LayerDraft, build_layer_graph
 from .operators import VIEWS, Operator, OperatorGraph, flops
 from .programs import MadeProgram, check_replayed, frontier, make_program
+from .reasons import program_reason
 
 __all__ = ["finish"]
 
@@ -61,6 +62,8 @@ def finish(assembly: Assembly, name: str, notes: Sequence[str]) -> LayerGraph:
             producers[id(draft)] = owners
         else:
             producers[id(draft)] = [*{id(owner): owner for owner in owners}.values(), *draft.further]
+        if draft.is_program:
+            draft.reason = program_reason(draft.operators, graph, samples, assembly.reasons, draft.is_loss)
         if program is not None and draft.is_program:
             _describe_program(assembly, draft, program, images)
         elif program is not None:

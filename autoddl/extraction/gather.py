@@ -25,27 +25,24 @@ from functools import partial
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import LOSSES
-from autoddl.pipelines.runtime.statements import EPILOGUES
 
 from ..zoo import layers as make
+from .activations import epilogue_name, is_plain_activation
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
-from .drafts import LayerDraft
-from .finishing import finish
-from .images import image_layer_of
+from .drafts import LayerDraft, MixedWeights
+from .finishing import finish, where
+from .images import image_layer_of, is_synchronised
 from .losses import LossRegion, find_loss
 from .norms import NormRegion, find_norms
 from .operators import LOOKUPS, SUMS, Operator, OperatorGraph, lookup_arguments, stream_of
+from .programs import MadeProgram, make_score_program
 from .registered import RegisteredRegion, find_registered
 from .samples import find_samples
 
 __all__ = ["gather"]
 
-#: Names of operators in an epilogue, by OneFlow's operator name, if the two differ.
-EPILOGUE_NAMES = {"fast_gelu": "gelu", "sigmoid_v2": "sigmoid"}
-#: Attributes of operators in an epilogue that ranks do not know with other values.
-_PLAIN_ATTRIBUTES = {"elu": {"alpha": 1.0}, "softplus": {"beta": 1.0, "threshold": 20.0}}
 #: Operators that keep the elements and their order.
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "identity", "to_contiguous"})
 
@@ -60,20 +57,25 @@ def gather(graph: OperatorGraph, name: str) -> LayerGraph:
     Raises:
         UserError: If no operator depends on both inputs and parameters, or if ranks cannot run an operator.
     """
-    return _Gathering(graph).run(name)
+    mixed: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _Gathering(graph, mixed).run(name)
+        except MixedWeights as error:
+            mixed |= error.variables  # gather again, with programs in place of the layers that share them
 
 
 class _Gathering(Assembly):
     """One pass over the operators of a graph."""
 
-    def __init__(self, graph: OperatorGraph):
-        super().__init__(graph, find_samples(graph))
+    def __init__(self, graph: OperatorGraph, mixed: frozenset[str]):
+        super().__init__(graph, find_samples(graph), mixed)
         #: Paths of the children of module lists and sequences.
         self.container_children = {child for children in graph.containers.values() for child in children}
         #: By operator name, for the operators of regions: adds the region's layer.  None if another operator of the region does.
         self.actions: dict[str, Callable[[], None] | None] = {}
-        #: By operator name: why no layer of a kind with more strategies describes it.
-        self.reasons: dict[str, str] = {}
+        #: What changes the scores of attention cores, by their outputs.
+        self.score_programs: dict[str, MadeProgram] = {}
         #: Names of the operators of recurrent modules.
         self.recurrent: set[str] = set()
 
@@ -158,7 +160,7 @@ class _Gathering(Assembly):
             return self._is_parameter(part.weight)
         is_stored = self._is_parameter(part.weight) and part.product.attributes.get("transpose_b")
         if not is_stored:
-            self.reasons[part.product.name] = "its weight is not stored as (out, in)"
+            self.reasons[part.product.name] = "its weight is not stored as (out, in), or is computed"
         is_vector = not part.bias or self._is_parameter(part.bias, (part.out_features,))
         return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
 
@@ -170,7 +172,16 @@ class _Gathering(Assembly):
         )
         features = self.graph.shapes[norm.source][-1]
         are_vectors = bool(norm.learned) and all(self._is_parameter(tensor, (features,)) for tensor in norm.learned)
-        return has_constant and are_vectors and self._has_rows(norm.source) and all(map(self._is_split, norm.operators))
+        if not has_constant:
+            reason = "its norm has no module that says with eps what is added to the variance"
+        elif not are_vectors:
+            reason = "its norm has no scale that is a parameter with an element for each feature"
+        elif not self._has_rows(norm.source) or not all(map(self._is_split, norm.operators)):
+            reason = "its norm has the samples along the features, or mixes samples"
+        else:
+            return True
+        self.reasons |= {op.name: reason for op in norm.operators}
+        return False
 
     def _is_known_attention(self, region: AttentionRegion, projected: Mapping[str, str]) -> bool:
         """Return whether ranks have the attention core; if not, its operators get the reason.
@@ -181,8 +192,10 @@ class _Gathering(Assembly):
         """
         reason = region.reason
         read = {projected.get(tensor, tensor) for tensor in region.sources}
-        if not reason and (len(region.sources), len(read)) not in ((1, 1), (3, 1), (3, 3)):
-            reason = "its queries are of another sequence than its keys"
+        if not reason and (len(region.sources), len(read)) not in ((1, 1), (3, 1), (3, 2), (3, 3)):
+            reason = "it does not read queries, keys and values as one tensor, or as three"
+        if not reason and region.key_rows != region.rows and len(region.sources) < 3:
+            reason = "its keys are some of the rows that its queries are"
         if not reason and not all(self.samples.contexts[op.name] in ("split", "fixed") for op in region.operators):
             reason = "its attention mixes samples"
         if not reason and any(
@@ -192,6 +205,11 @@ class _Gathering(Assembly):
         dropouts = [op for op in region.operators if op.kind == "dropout"]
         if not reason and (len(dropouts) > 1 or any(not self._is_dropout_module(op) for op in dropouts)):
             reason = "its attention has a dropout that is no module nn.Dropout"
+        if not reason and region.changes is not None:
+            made = make_score_program(self.graph, self.samples, region.changes, where)
+            self.score_programs[region.output] = made
+            if made.reads or any(True for _ in made.program.crossings):
+                reason = "its attention has a mask that mixes samples"
         if reason:
             self.reasons |= {op.name: reason for op in region.operators}
         return not reason
@@ -217,10 +235,15 @@ class _Gathering(Assembly):
     def _add_attention(self, region: AttentionRegion) -> None:
         graph = self.graph
         # A row of the sources has (heads + 2 kv_heads) * head_dim features.
+        is_across = region.key_rows != region.rows
         features = sum(graph.elements(tensor) for tensor in region.sources) // (graph.batch * region.rows)
         kv_heads, rest = divmod(features - region.heads * region.head_dim, 2 * region.head_dim)
+        if is_across:
+            kv_heads = graph.elements(region.sources[1]) // (graph.batch * region.key_rows * region.head_dim)
+            rest = 0
         if rest or kv_heads < 1 or region.heads % kv_heads:
             kv_heads = region.heads
+        made = self.score_programs[region.output] if region.changes is not None else None
         layer = make.attention(
             "",
             region.rows,
@@ -228,17 +251,21 @@ class _Gathering(Assembly):
             region.head_dim,
             kv_heads=kv_heads,
             causal=region.causal is not False,
+            key_rows=region.key_rows if is_across else None,
+            windows=region.windows,
+            changes=None if made is None else len(made.program.results),
             dropout=bool(region.dropout),
         )
         is_own_module = region.path and region.path not in self.container_children
         layer = replace(
             layer,
-            input_shape=(region.rows, features),
+            input_shape=layer.input_shape if is_across else (region.rows, features),
             modules=(region.path,) if region.path else (),
             attributes={**layer.attributes, **({"interleaved": 1} if region.is_interleaved else {})},
+            scores=None if made is None else made.program,
         )
-        learned = [t for op in region.operators for t in graph.learned_inputs(op)]
-        variables = self._parameters(learned, region.path)
+        learned = () if made is None else made.parameters
+        variables = [(variable, self._parameter_name(variable, region.path)) for variable in learned]
         name = region.path if is_own_module else self._join(region.path, "attention")
         draft = LayerDraft(layer, name, region.path, self._sources(region.sources), variables)
         draft.streams += [stream_of(graph, op) for op in region.operators if op.kind == "dropout"]
@@ -249,7 +276,7 @@ class _Gathering(Assembly):
         rows, in_features = self.graph.rows_and_features(first.source)
         names = [self._dense_name(part) for part in group.parts]
         out_features = sum(part.out_features for part in group.parts)
-        epilogue = tuple(EPILOGUE_NAMES.get(a, a) for a in group.activations) + (("mul",) if group.output else ())
+        epilogue = tuple(map(epilogue_name, group.activations)) + ((group.operation,) if group.output else ())
         layer = make.linear("", rows, in_features, out_features, epilogue=epilogue)
         variables = [
             parameter
@@ -398,17 +425,15 @@ class _Gathering(Assembly):
             return True
         if owner is None or len(op.inputs) != 1 or owner.is_program or owner.layer.kind in ("attention", "position"):
             return False
-        name = EPILOGUE_NAMES.get(op.kind, op.kind)
-        attributes = {key: op.attributes.get(key) for key in _PLAIN_ATTRIBUTES.get(op.kind, ())}
         if op.kind == "dropout":
             is_known = self._is_dropout_module(op) and len(owner.layer.output_shape) < 3
         else:
-            is_known = name in EPILOGUES and name not in ("square", "abs", "exp", "identity")
+            is_known = is_plain_activation(op)
         # The operations of an epilogue follow each other, and nothing else reads the results between them.
         is_last = self._follows(owner, op.inputs[0])
-        if not is_known or not is_last or attributes != _PLAIN_ATTRIBUTES.get(op.kind, {}):
+        if not is_known or not is_last:
             return False
-        owner.epilogue.append((name, graph.elements(op.output) // graph.batch))
+        owner.epilogue.append((epilogue_name(op.kind), graph.elements(op.output) // graph.batch))
         owner.streams += [stream_of(graph, op)] if op.kind == "dropout" else []
         self._take_over(owner, op)
         return True
@@ -534,9 +559,11 @@ class _Gathering(Assembly):
             is_program=True,
             operators=list(operators),
             mixes_samples=any(
-                member.kind == "normalization" and member.attributes.get("training") for member in operators
+                member.kind == "normalization"
+                and member.attributes.get("training")
+                and not is_synchronised(self.graph.modules.get(member.path))
+                for member in operators
             ),
-            reason=self.reasons.get(op.name, ""),
         )
         self._add(draft, output, *(tensor for tensor in op.outputs if tensor != output))
         draft.output = output

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from autoddl.costmodel.layer import Layer
 
 from ..zoo import layers as make
 from .operators import Operator, OperatorGraph
 
-__all__ = ["ImageLayer", "image_layer_of"]
+__all__ = ["ImageLayer", "image_layer_of", "is_synchronised"]
 
 #: Poolings of images.
 POOLINGS = ("max_pool_2d", "avg_pool_2d", "adaptive_avg_pool2d")
@@ -106,8 +107,15 @@ def _batch_norm(graph: OperatorGraph, op: Operator, is_image: Callable[[str], bo
     is_affine = len(learned) == 2 and all(graph.is_learned(tensor) for tensor in learned)
     is_module = bool(op.path) and op.path in graph.leaves and hasattr(module, "running_mean")
     of_images = len(shape) == 4 and is_image(source)
-    if not is_module or op.attributes.get("axis") != 1 or not (of_images or len(shape) == 2):
+    # Several rows of a sample in the first dimension are left to a program.
+    of_rows = len(shape) == 2 and shape[0] == graph.batch
+    if not is_module or op.attributes.get("axis") != 1 or not (of_images or of_rows):
         return None
-    is_synchronised = "SyncBatchNorm" in type(module).__name__
     sample = shape[1:] if of_images else (1, shape[1])
-    return ImageLayer(make.batch_norm("", sample, synchronised=is_synchronised, affine=is_affine), source, learned)
+    norm = make.batch_norm("", sample, synchronised=is_synchronised(module), affine=is_affine)
+    return ImageLayer(norm, source, learned)
+
+
+def is_synchronised(module: Any) -> bool:
+    """Return whether a module is a batch norm with the statistics of the samples of all ranks."""
+    return "SyncBatchNorm" in type(module).__name__

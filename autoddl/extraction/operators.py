@@ -168,6 +168,7 @@ class OperatorGraph:
         containers: Paths of module lists and sequences, with the paths of their children in order.
         leaves: Paths of the modules that contain no other module.
         modules: Modules by path, without the model itself.
+        model: The model.
         notes: Notes about the trace for the user.
         data: All inputs of the model, also those whose first dimension is not the batch.
         dims: Shape of every tensor as a function of the number of samples.
@@ -185,6 +186,7 @@ class OperatorGraph:
     containers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     leaves: frozenset[str] = frozenset()
     modules: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    model: Any = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     dims: Mapping[str, Dims] = field(default_factory=dict)

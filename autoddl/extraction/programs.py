@@ -15,11 +15,13 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.program import Program, Result, Scaled, Source, TracedCall
 from autoddl.pipelines.runtime.replay.operators import RANDOM, is_replayed
 
+from .images import is_synchronised
 from .operators import Operator, OperatorGraph, stream_of
 from .samples import Samples
 from .scales import attributes_of
+from .score_changes import Change
 
-__all__ = ["MadeProgram", "check_replayed", "frontier", "make_program"]
+__all__ = ["MadeProgram", "check_replayed", "frontier", "make_program", "make_score_program"]
 
 #: Attributes that a program does not need.
 _LEFT_OUT = frozenset({"nd_sbp", "seed", "has_seed", "pin_memory", "device_type", "device_id", "max_dim_size"})
@@ -116,6 +118,33 @@ def make_program(
     return MadeProgram(program, tuple(builder.reads), tuple(builder.parameters))
 
 
+def make_score_program(
+    graph: OperatorGraph, samples: Samples, changes: Iterable[Change], where: Callable[[Operator], str]
+) -> MadeProgram:
+    """Return the program that computes what changes the scores of attention.
+
+    Args:
+        graph: The traced operators.
+        samples: Where their samples are.
+        changes: The changes, in order.
+        where: Describes an operator for an error.
+
+    Raises:
+        UserError: Ranks cannot run an operator.
+    """
+    builder = _Builder(graph, samples, frozenset(), where)
+    made = []
+    for change in changes:
+        has_samples = isinstance(change.shape[0], Scaled)
+        if change.tensor:
+            name, value = builder.value(change.tensor, "split"), change.value
+        else:
+            name, value = builder.number(change.value), 0.0
+        made.append(Result(name, change.shape, int(has_samples), change.role, value))
+    program = Program(tuple(builder.sources), tuple(builder.calls), tuple(made))
+    return MadeProgram(program, tuple(builder.reads), tuple(builder.parameters))
+
+
 @dataclass
 class _Builder:
     """Collects sources and calls while the results are computed backwards.
@@ -152,6 +181,12 @@ class _Builder:
                 self.names[key] = self._emit(*key)
                 stack.pop()
         return self.names[tensor, context]
+
+    def number(self, value: float) -> str:
+        """Return a variable with one number."""
+        name = self._new()
+        self.sources.append(Source(name, "constant", shape=(1,), outer=0, values=(value,), dtype="float32"))
+        return name
 
     # ---- What a tensor is computed from --------------------------------------------------------------------------------
 
@@ -300,6 +335,9 @@ class _Builder:
             attributes["stream"] = stream_of(self.graph, op)
         if op.kind == "normalization":
             attributes["channels"] = self.graph.shapes[op.arguments["x"][0]][op.attributes["axis"]]
+            is_split = self.samples.contexts[op.name] == "split"
+            if is_split and op.attributes.get("training") and is_synchronised(self.graph.modules.get(op.path)):
+                attributes["synchronised"] = True
         return attributes
 
     def _crossing(self, kind: str, variable: str, tensor: str) -> str:

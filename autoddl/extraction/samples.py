@@ -316,7 +316,7 @@ _UNIFORM = _names("constant empty expand normal uniform uniform_int zeros_like o
 #: Element-wise operators besides those of `ELEMENTWISE`.
 _MORE_ELEMENTWISE = _names(
     """
-    bernoulli broadcast_equal broadcast_fmod broadcast_greater broadcast_greater_equal broadcast_less broadcast_less_equal
+    detach bernoulli broadcast_equal broadcast_fmod broadcast_greater broadcast_greater_equal broadcast_less broadcast_less_equal
     broadcast_logical_and broadcast_logical_or broadcast_logical_xor broadcast_not_equal ceil elementwise_maximum
     elementwise_minimum expand floor logical_not one_hot ones_like pow round scalar_floordiv scalar_fmod
     scalar_logical_greater_equal scalar_logical_less_equal scalar_logical_not_equal scalar_logical_and scalar_logical_or sign
@@ -352,7 +352,7 @@ _RULES: dict[str, Rule] = {
         _names(
             """
             softmax log_softmax l2_normalize layer_norm cumsum cumprod arg_sort sort top_k argmax dim_gather roll flip
-            sparse_softmax_cross_entropy sparse_cross_entropy rms_norm
+            repeat_elements sparse_softmax_cross_entropy sparse_cross_entropy rms_norm
             """
         ),
         _along("axis", "dim", "dims", "begin_norm_axis"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import traceback
@@ -18,6 +19,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 
 from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, lookup_arguments
+from .rewriting import marked_gradients, rewritten
 from .scales import with_scales
 
 __all__ = ["trace"]
@@ -101,6 +103,7 @@ def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
             raise UserError(f"the trace contains the operator {conf.name} of type {kind}, which is not supported")
     # Remove operators that are not part of the model or whose results are not used.
     operators, outputs = _without_wrapper(operators, returned)
+    operators, outputs = rewritten(operators, shapes, outputs)
     operators = _without_unused(operators, outputs)
     _infer_missing_shapes(operators, shapes)
     # Inputs without the batch dimension are constants.
@@ -128,6 +131,7 @@ def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
         containers=_containers(module),
         leaves=frozenset(path for path, part in module.named_modules() if not list(part.children())),
         modules={path: part for path, part in module.named_modules() if path},
+        model=module,
         notes=tuple(notes),
     )
 
@@ -176,18 +180,6 @@ def _with_constant_indices_as_inputs(graph: OperatorGraph) -> OperatorGraph:
             ):
                 constant_indices.append(indices)
     return replace(graph, inputs=(*graph.inputs, *constant_indices))
-
-
-@contextlib.contextmanager
-def _batch_norms_as_local() -> Iterator[None]:
-    """Let synchronised batch norms compute what others do while the context is active; OneFlow runs them on GPUs only."""
-    nn: Any = load_oneflow().nn
-    forward = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.forward = forward
 
 
 @contextlib.contextmanager
@@ -250,12 +242,39 @@ def _copied_lists(module: Any) -> Iterator[list[Any]]:
             part.__dict__[name] = value
 
 
+@contextlib.contextmanager
+def _proxies_as_modules() -> Iterator[None]:
+    """Let the objects that stand for modules in a lazy graph be instances of the classes of these modules, and lists of parameters
+    be lists of tensors when a loop reads them, while the context is active."""
+    flow: Any = load_oneflow()
+    proxy: Any = importlib.import_module("oneflow.nn.graph.proxy")
+    graph: Any = importlib.import_module("oneflow.nn.graph.graph")
+    proxy_class, iterate = proxy.get_proxy_cls, proxy.ProxyParameterList.__iter__
+
+    class Instance(proxy.ProxyModule):  # type: ignore[misc]
+        __class__ = property(lambda self: type(self.to(flow.nn.Module)))
+
+    def choose(item: Any) -> Any:
+        found = proxy_class(item)
+        return Instance if found is proxy.ProxyModule else found
+
+    proxy.get_proxy_cls = graph.get_proxy_cls = choose
+    proxy.ProxyParameterList.__iter__ = lambda self: (self[i] for i in range(len(self)))
+    try:
+        yield
+    finally:
+        proxy.get_proxy_cls = graph.get_proxy_cls = proxy_class
+        proxy.ProxyParameterList.__iter__ = iterate
+
+
 def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Build a ``flow.nn.Graph`` that calls the module; also return the tensors that the module makes of numbers.
 
     Raises:
         UserError: If the module cannot be traced.
     """
+    from autoddl.pipelines.runtime.groupednorms import batch_norms_as_local
+
     flow: Any = load_oneflow()
 
     class Traced(flow.nn.Graph):
@@ -270,7 +289,14 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
                 raise UserError("the module returns no tensor; it should return its loss or its output")
             return tuple(flow.sum(output.to(flow.float32)) for output in outputs)
 
-    with _silenced(), _batch_norms_as_local(), _created_tensors() as created, _copied_lists(module) as copies:
+    with (
+        _silenced(),
+        batch_norms_as_local(),
+        marked_gradients(),
+        _proxies_as_modules(),
+        _created_tensors() as created,
+        _copied_lists(module) as copies,
+    ):
         created += copies
         graph = Traced()
         try:

@@ -77,7 +77,12 @@ class _RemainingWorkers:
 
 
 def fit_plan(
-    plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn | None, executor: str = EAGER
+    plan: PlanFile,
+    num_ranks: int,
+    limits: Limits,
+    built_in: BuiltIn | None,
+    executor: str = EAGER,
+    in_double: bool = False,
 ) -> FittedPlan:
     """Return a plan that fits the number of ranks and the limits.
 
@@ -87,6 +92,7 @@ def fit_plan(
         limits: Memory and FLOPs that all ranks together may use.
         built_in: The plan's model if it is a built-in one; None if a user's function returns it.
         executor: What executes the plan. nn.Graph on CPU ranks computes in single precision, and a batch at a time.
+        in_double: Whether to compute in double precision in any case.
 
     Raises:
         UserError: If the plan cannot be executed on this number of ranks with its strategies, or is too large for the limits.
@@ -106,7 +112,7 @@ def fit_plan(
     ways = {stage.recompute for stage in stages}
     recompute = ways.pop() if len(ways) == 1 else "none"
     precision = "float32" if executor == GRAPH else plan.workload.types.on_cpu().name
-    if any(map(_amplifies_rounding, graph.layers)):
+    if in_double or any(map(_amplifies_rounding, graph.layers)):
         # They amplify rounding errors: OneFlow's own gradients of a ResNet-50 in float32 are off by 10 % at random weights.
         precision = "float64"
     batch = size * schedule.update_period

@@ -24,13 +24,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoddl.costmodel.collectives import Step
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.backend import HOST
 from autoddl.pipelines.runtime.groupednorms import group_batch_norms
 from autoddl.pipelines.runtime.load import load_oneflow
@@ -39,7 +40,7 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.ranks.rank import report
 from autoddl.pipelines.runtime.ranks.wire import Meter
 from autoddl.pipelines.runtime.samples import like
-from autoddl.pipelines.runtime.seededrandom import has_named_random, seeded_random
+from autoddl.pipelines.runtime.seededrandom import has_named_random, random_places, seeded_random
 from autoddl.pipelines.runtime.stage.model import PlannedModel
 
 from ..zoo.modules import build_module, make_batch
@@ -70,7 +71,7 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
     module, examples = make_model(task)
     pass_samples = task.workload.micro_batch // slots_per_micro_batch(task.schedule)
     group_batch_norms(module, task.graph, task.strategies, pass_samples)
-    is_random = task.built_in is None and module.training
+    is_random, places = task.built_in is None and module.training, random_places(task.graph)
     versions = _ParameterVersions(module, _delays(task, module))
     values: Arrays = {f"initial/{name}": _to_array(tensor) for name, tensor in module.state_dict().items()}
     optimizer, losses = None, []
@@ -80,9 +81,13 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
         versions.load_delayed(step)
         passes = task.workload.batch // pass_samples
         numbers = range(step * passes + 1, (step + 1) * passes + 1)
-        with seeded_random(module, task.graph, numbers) if is_random else contextlib.nullcontext():
-            loss = loss_of(module(*map(HOST.tensor, data)))
-        loss.backward()
+        total = 0.0
+        for part in _parts_of_step(task.graph, data, numbers):
+            drawing = seeded_random(module, places, part.numbers) if is_random else contextlib.nullcontext()
+            with drawing:
+                loss = loss_of(module(*map(HOST.tensor, part.arguments))) * part.share
+            loss.backward()
+            total += float(loss.numpy())
         versions.load_newest()
         gradients = {name: _to_array(p.grad) for name, p in module.named_parameters() if p.grad is not None}
         if step == gradient_step(task.schedule):
@@ -93,14 +98,42 @@ def run_reference(task: VerificationTask) -> ReferenceResult | None:
         optimizer.step()
         versions.save()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss.numpy()))
-    values.update({f"final/{name}": _to_array(tensor) for name, tensor in module.named_parameters()})
+        losses.append(total)
+    stored = ((name, tensor) for name, tensor in module.named_parameters() if name not in task.graph.unused)
+    values.update({f"final/{name}": _to_array(tensor) for name, tensor in stored})
     np.savez(_reference_file(task), **values)
     return ReferenceResult(
         losses=tuple(losses),
         gradients=tuple(with_prefix("gradient", values)),
         parameters=tuple(with_prefix("final", values)),
     )
+
+
+class _StepPart(NamedTuple):
+    """Samples of a step that one device computes together.
+
+    Attributes:
+        arguments: Arguments of the model.
+        numbers: Numbers of the training passes that the samples belong to.
+        share: Their share of the loss of the step.
+    """
+
+    arguments: Sequence[np.ndarray]
+    numbers: range
+    share: float
+
+
+def _parts_of_step(graph: LayerGraph, data: Sequence[np.ndarray], numbers: range) -> list[_StepPart]:
+    """Divide the data of a step into the samples that one device computes together.
+
+    These are all of them if the loss is the mean of those of the samples. A traced loss may be any function of the samples of a
+    pass, such as a ratio of sums, and the loss of a step is the mean of those of its passes.
+    """
+    program = graph.layers[-1].program
+    if program is None or not program.is_loss:
+        return [_StepPart(data, numbers, 1.0)]
+    parts = zip(*(np.split(array, len(numbers)) for array in data))
+    return [_StepPart(part, numbers[i : i + 1], 1 / len(numbers)) for i, part in enumerate(parts)]
 
 
 def _delays(task: VerificationTask, module: Any) -> dict[str, int]:

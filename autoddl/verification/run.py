@@ -36,6 +36,8 @@ __all__ = ["NUM_RECOUNTS", "VerifyOptions", "verify"]
 
 #: Further counts of the bytes, if a count deviates from the prediction, before the deviation is reported.
 NUM_RECOUNTS = 4
+#: Errors of single precision up to this multiple of the tolerance may be rounding.
+MAX_ROUNDING = 100
 #: Seconds that a rank waits for another one.  A stalled rank is detected within this time, and the command ends within 20 s.
 STALL_SECONDS = 10.0
 #: Parameters that the ranks of a machine copy in a second, at least.
@@ -81,6 +83,9 @@ def verify(
 ) -> Verification:
     """Run a plan on local ranks, and compare the results with a single-device reference and with the plan's price.
 
+    If values are off in single precision by little more than the tolerance, the verification is repeated in double precision,
+    which tells rounding from a wrong result.
+
     Args:
         plan: A plan with or without a pipeline.
         num_ranks: Number of ranks: the number of the plan's devices.  A plan with a pipeline can run on fewer ranks, without some
@@ -97,11 +102,44 @@ def verify(
     """
     options = options or VerifyOptions()
     deadline = _Deadline(options.timeout_s)
+    first = _verified(plan, num_ranks, model, options, pool, progress, deadline, in_double=False)
+    if not _may_be_rounding(first):
+        return first
+    second = _verified(plan, num_ranks, model, options, pool, progress, deadline, in_double=True)
+    note = f"repeated in float64, since values were off by {_worst_error(first):.1e} in float32, which may be rounding"
+    return replace(second, notes=(*(n for n in second.notes if "amplify rounding" not in n), note))
+
+
+def _worst_error(verification: Verification) -> float:
+    errors = [check.error for check in (*verification.gradients, *verification.parameters)]
+    return max([*errors, *verification.loss_errors], default=0.0)
+
+
+def _may_be_rounding(verification: Verification) -> bool:
+    """Return whether errors above the tolerance are so small that rounding in single precision may cause them."""
+    tolerance, error = verification.tolerance.values, _worst_error(verification)
+    is_single = verification.executor == EAGER and verification.workload.precision == "float32"
+    return is_single and tolerance < error < MAX_ROUNDING * tolerance
+
+
+def _verified(
+    plan: PlanFile,
+    num_ranks: int,
+    model: str,
+    options: VerifyOptions,
+    pool: RankPool | None,
+    progress: Progress | None,
+    deadline: _Deadline,
+    *,
+    in_double: bool,
+) -> Verification:
+    """Run and compare a plan once; arguments as those of `verify`, and whether to compute in double precision in any case."""
     if not (available := is_available()):
         raise UserError(f"cannot verify: {available.reason}")
     # Fit the plan to the ranks, and predict what they send.
     built_in, function = _built_in_or_function(plan, model)
-    fitted = fit_plan(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in, options.executor)
+    limits = options.limits or machine_limits(num_ranks)
+    fitted = fit_plan(plan, num_ranks, limits, built_in, options.executor, in_double)
     executor = executor_of(options.executor)
     executor.check(fitted)
     prediction = predict(fitted)

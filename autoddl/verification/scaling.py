@@ -184,15 +184,17 @@ def scale(
         model = smaller
     if not model.fits(limits):
         memory = needed_memory_bytes(model.graph, model.workload, model.num_ranks)
+        changes = ", ".join(map(str, _changes(original, model)))
+        remedy = (
+            "plan for fewer devices"
+            if built_in
+            else "only the batch of your own model is scaled down: let FILE.py:FUNCTION return a smaller one, plan it and verify it"
+        )
         raise UserError(
-            f"{graph.name} is too large to be verified here: {model.num_ranks} ranks need about {format_bytes(memory)} "
-            f"({format_bytes(limits.memory_bytes)} are available) and {needed_flops(model.graph, model.workload):.2g} FLOPs "
-            f"({limits.flops:.2g} are allowed); "
-            + (
-                "plan for fewer devices"
-                if built_in
-                else "only built-in models can be scaled down; let FILE.py:FUNCTION return a smaller model, plan it and verify it"
-            )
+            f"{graph.name} is too large to be verified here{f', also scaled down ({changes})' if changes else ''}: "
+            f"{model.num_ranks} ranks need about {format_bytes(memory)} ({format_bytes(limits.memory_bytes)} are available) and "
+            f"{needed_flops(model.graph, model.workload):.2g} FLOPs ({limits.flops:.2g} are allowed); {remedy}, "
+            "or give full_size=True to run it as it is"
         )
     return model.scaled(_changes(original, model))
 

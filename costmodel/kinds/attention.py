@@ -40,11 +40,17 @@ sum, in the master type; the result is the input of the layer that follows.
 writes the scores three times in each pass.  The probabilities, S S elements per head, are kept for the backward pass.  With
 dropout of the probabilities, they are read and written once more in each pass; the result of the dropout and its mask are kept,
 too.
+
+**Changed scores.** A traced model may do more to its scores: add a learned bias, mask what the input says, multiply by another
+factor (:attr:`.layer.Layer.scores`). Each tensor that changes them reads and writes them once, and once more in the backward pass.
+Its first two dimensions are samples and *windows*: a sample's rows may be divided into windows that attend to themselves alone, as
+in Swin (Liu et al., 2021). Then P is S S / windows. Such attention is dense, and no ranks share its samples. Learned biases have
+the heads as their last dimension, and are divided with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from math import gcd, prod
@@ -56,7 +62,8 @@ from ..collectives import Collective, Step, gather_steps, scatter_steps
 from ..distribution import prime_factors
 from ..layer import Layer
 from ..localwork import LocalWork, attention_core, elementwise
-from .kind import Body, LayerKind, LayerQuantities, Number
+from ..sbp import Broadcast, Split
+from .kind import Body, LayerKind, LayerQuantities, Number, States
 from .sharing import position_factors
 
 if TYPE_CHECKING:
@@ -70,6 +77,7 @@ __all__ = [
     "attention",
     "head_sections",
     "is_blockwise",
+    "is_changed",
     "key_slices",
     "pairs_of",
 ]
@@ -83,13 +91,21 @@ class Attention(LayerKind):
 
     name = "attention"
     attributes = ("heads", "kv_heads", "head_dim", "causal")
-    may_be_zero = frozenset({"causal"})
-    optional_attributes = frozenset({"window", "key_rows", "interleaved"})
+    may_be_zero = frozenset({"causal", "changes"})
+    optional_attributes = frozenset({"window", "key_rows", "interleaved", "windows", "changes"})
     is_selected = True
     colour = "#fce5cd"
 
     def shape_text(self, layer: Layer) -> str:
         return f"{layer.attributes['heads']} heads of {layer.attributes['head_dim']}"
+
+    @property
+    def states(self) -> tuple[States, States, States]:
+        canonical, _, output = super().states
+        return canonical, (Broadcast(), Split(1), Broadcast()), output  # tables of biases: (rows, heads)
+
+    def lengths(self, layer: Layer) -> Mapping[str, int]:
+        return {} if layer.scores is None else {"changes": len(layer.scores.results)}
 
     def input_groups(self, layer: Layer) -> tuple[int, tuple[int, ...]]:
         kv_heads, sections = head_sections(layer)
@@ -105,6 +121,8 @@ class Attention(LayerKind):
         if copies is None:
             return
         yield (whole := replace(strategy, key_copies=copies))
+        if is_changed(layer):
+            return
         for positions in position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
             for way in SEQUENCE_WAYS:
                 yield replace(whole, sequence=way, positions=positions)
@@ -116,7 +134,7 @@ class Attention(LayerKind):
         if strategy.experts or not positions:
             return not (strategy.experts or strategy.sequence)
         q = strategy.ranks_per_sample
-        if "key_rows" in attributes or layer.rows % (2 * q if attributes["causal"] else q):
+        if "key_rows" in attributes or is_changed(layer) or layer.rows % (2 * q if attributes["causal"] else q):
             return False
         if positions not in position_factors(tuple(p0 for p0, _, _ in strategy.splits)):
             return False
@@ -128,7 +146,7 @@ class Attention(LayerKind):
         return _copies(layer, strategy) is not None
 
     def work(self, quantities: LayerQuantities, is_first: bool) -> Body:
-        is_fused = quantities.workload.attention == "fused"
+        is_fused = quantities.workload.attention == "fused" and not is_changed(quantities.layer)
         forward, backward, kept_bytes = _fused(quantities) if is_fused else _dense(quantities)
         own = Body((), (), forward, backward, kept_bytes=quantities.input_bytes + kept_bytes)
         return (
@@ -137,8 +155,14 @@ class Attention(LayerKind):
 
 
 def is_blockwise(layer: Layer, attention: str) -> bool:
-    """Return whether ranks compute a layer block by block: with fused attention (`Workload.attention`) and without dropout."""
-    return attention == "fused" and not Attention().drops_elements(layer)
+    """Return whether ranks compute a layer block by block: with fused attention (`Workload.attention`), without dropout and with
+    scores that nothing changes."""
+    return attention == "fused" and not is_changed(layer) and not Attention().drops_elements(layer)
+
+
+def is_changed(layer: Layer) -> bool:
+    """Return whether an attention layer does more to its scores than a causal mask."""
+    return "changes" in layer.attributes
 
 
 def _copies(layer: Layer, strategy: Strategy) -> tuple[int, ...] | None:
@@ -148,8 +172,8 @@ def _copies(layer: Layer, strategy: Strategy) -> tuple[int, ...] | None:
     if kv_heads % s == 0:
         return ()
     left = s // kv_heads
-    # Each rank has whole query heads, each with a slice of its key and value.
-    if s % kv_heads or heads % s or key_slices(layer) == 1:
+    # Each rank has whole query heads, each with a slice of its key and value, which come with the queries.
+    if s % kv_heads or heads % s or key_slices(layer) == 1 or "key_rows" in attributes:
         return None
     copies = []
     for _, p1, _ in reversed(strategy.splits):  # neighbours share heads
@@ -209,8 +233,8 @@ def pairs_of(layer: Layer) -> int:
 
 
 def _key_rows(layer: Layer) -> int:
-    """The rows of keys and values: those of the queries, except in cross attention."""
-    return layer.attributes.get("key_rows", layer.rows)
+    """The rows of keys and values that a query is compared with: as many as its window has queries, except in cross attention."""
+    return layer.attributes.get("key_rows", layer.rows // layer.attributes.get("windows", 1))
 
 
 @cache
@@ -246,11 +270,13 @@ def _dense(quantities: LayerQuantities) -> tuple[LocalWork, LocalWork, Number]:
     heads, head_dim = quantities.samples * attributes["heads"] / quantities.devices, attributes["head_dim"]
     scores_bytes = heads * (length * keys * quantities.itemsize)
     # Each of the two products of the forward pass reads two tensors and writes one, as the four of the backward pass.
-    nbytes = heads * ((length + keys) * head_dim * quantities.itemsize) + scores_bytes
+    all_keys = keys * attributes.get("windows", 1)
+    nbytes = heads * ((length + all_keys) * head_dim * quantities.itemsize) + scores_bytes
     product = attention_core(heads * (2.0 * length * keys * head_dim), nbytes)
     softmax = elementwise(3 * scores_bytes)
     if quantities.layer.mask_bytes:
         softmax = softmax + elementwise(2 * scores_bytes)
+    softmax = softmax + attributes.get("changes", 0) * elementwise(2 * scores_bytes)
     return 2 * product + softmax, 4 * product + softmax, quantities.kept_bytes
 
 
@@ -288,6 +314,8 @@ def attention(
     causal: bool,
     window: int | None = None,
     key_rows: int | None = None,
+    windows: int = 1,
+    changes: int | None = None,
     dropout: bool = False,
     module: str = "",
 ) -> Layer:
@@ -305,6 +333,8 @@ def attention(
         window: number of positions that a position of causal attention attends to, itself included; None for all of them.
         key_rows: for cross attention, whose two inputs are q of shape (sequence, heads head_dim), and k and v of shape
             (key_rows, 2 kv_heads head_dim). None: q, k and v are of the same rows.
+        windows: number of windows of successive rows that attend to themselves alone; more than 1 only with ``changes``.
+        changes: number of tensors that change the scores; None if nothing but a causal mask does.
         dropout: whether probabilities are dropped.
         module: the module path, if it differs from the name.
     """
@@ -324,8 +354,10 @@ def attention(
             "causal": int(causal),
             **({} if window is None else {"window": window}),
             **({} if key_rows is None else {"key_rows": key_rows}),
+            **({} if windows == 1 else {"windows": windows}),
+            **({} if changes is None else {"changes": changes}),
         },
-        flops=4.0 * sequence * keys * heads * head_dim,
-        kept_elements=(2 if dropout else 1) * heads * sequence * keys,
+        flops=4.0 * sequence * keys // windows * heads * head_dim,
+        kept_elements=(2 if dropout else 1) * heads * sequence * keys // windows,
         modules=(module or name,),
     )

@@ -18,10 +18,12 @@ KEPT_PER_ELEMENT: Mapping[str, int] = {
     "quick_gelu": 1,
     "mse_loss": 1,
     "mul": 2,
+    "mul_last": 2,
 }
 
-#: Epilogue operations that halve the features: they multiply gate and up.
-GATES = frozenset({"mul"})
+#: Epilogue operations that halve the features: they multiply the two halves. The operations before apply to one of them, the gate:
+#: the first half for ``mul``, the last one for ``mul_last``.
+GATES = frozenset({"mul", "mul_last"})
 
 #: Element-wise losses. As the last operation of the last layer, they end a model and read targets.
 LOSSES = frozenset({"mse_loss", "l1_loss"})

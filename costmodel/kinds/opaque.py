@@ -56,25 +56,38 @@ class Opaque(LayerKind):
         forward, backward = (
             ((), ())
             if program is None
-            else crossing_steps(program, quantities.strategy.axes(0), quantities.samples, quantities.itemsize)
+            else crossing_steps(
+                program,
+                quantities.strategy.axes(0),
+                quantities.samples,
+                quantities.itemsize,
+                quantities.statistic_bytes,
+            )
         )
         return Body(forward, backward, work + after, 2 * work + after_backward, kept_bytes=kept)
 
 
 def crossing_steps(
-    program: Program, axes: Sequence[Axis], samples: Number, itemsize: Number
+    program: Program, axes: Sequence[Axis], samples: Number, itemsize: Number, statistic_bytes: Number
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Return the communication steps of a program's crossings, of the forward and of the backward pass.
+    """Return the communication steps of a program's crossings and synchronised norms, of the forward and of the backward pass.
 
     Args:
         program: the program.
         axes: the mesh axes that split the samples.
         samples: number of samples per micro-batch over all devices.
         itemsize: bytes of an element.
+        statistic_bytes: bytes of a statistic of a norm.
     """
     forward: list[Step] = []
     backward: list[Step] = []
     for call in program.crossings:
+        if call.is_synchronised:
+            nbytes = 2 * call.attributes["channels"] * statistic_bytes
+            sums = [Step(Collective.ALL_REDUCE, axis, nbytes) for axis in reversed(axes)]
+            forward += sums
+            backward[:0] = sums
+            continue
         nbytes = at(call.attributes["elements"], samples) * itemsize
         sums = [Step(Collective.ALL_REDUCE, axis, nbytes) for axis in reversed(axes)]
         if call.kind == "gather_samples":

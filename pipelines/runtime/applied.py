@@ -17,7 +17,8 @@ Collectives use local tensors and eager autograd, so the module does not run ins
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -34,6 +35,7 @@ from .backend import HOST, Backend
 from .comparing import check_same_function
 from .load import load_oneflow
 from .loss_scaling import LossScaler
+from .optimizergroups import check_optimizer, stored_groups
 from .recording import Recorder, Tracer
 from .replay.functions import unpacked
 from .setting import Batch
@@ -100,7 +102,9 @@ class AppliedModule(flow.nn.Module):
         self._has_loss, self._reads_targets = model.has_loss, graph.reads_targets
         self._workload, self.graph = workload, graph
         self._stage = Stage(model, 0, model.weights(), stepper)
-        self._weights = GlobalWeights(self._stage, values_of(module, stepper))
+        values = values_of(module, stepper)
+        self._weights = GlobalWeights(self._stage, values)
+        self._module = weakref.ref(module)
         # In a list: as an attribute it would become a submodule, with its parameters.
         self._unchecked_module = [module] if check else []
         self._is_summing = True
@@ -111,6 +115,7 @@ class AppliedModule(flow.nn.Module):
         # All names in the user's module, each with the first name of the same parameter.
         self._names = {name: first.get(id(find_parameter(module, name)), name) for name in module.state_dict()}
         self._buffer_values = {name: _to_numpy(value) for name, value in module.named_buffers()}
+        self._buffer_values.update((name, values[name]) for name in graph.unused if name in values)
         for path, parameter in self._weights.parameters.items():
             _register(self, path, parameter.tensor)
         self.train(module.training)
@@ -221,12 +226,35 @@ class AppliedModule(flow.nn.Module):
         the loss. If a gradient is not finite on any rank, all ranks skip the step, and the scale is halved.
 
         Args:
-            optimizer: Element-wise optimizer of the module's parameters.
+            optimizer: Element-wise optimizer of the module's parameters, with one or several groups (`parameter_groups`).
 
         Returns:
             Whether the step was made, and not skipped.
+
+        Raises:
+            UserError: The optimizer has parameters of another module.
         """
-        return update_parameters(optimizer, list(self._weights.parameters.values()), self.stepper, self.scaler)
+        stored = list(self._weights.parameters.values())
+        check_optimizer(optimizer, stored)
+        return update_parameters(optimizer, stored, self.stepper, self.scaler)
+
+    def parameter_groups(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the groups of an optimizer, with the parameters of this module in place of those of the user's module.
+
+            decayed = [p for p in module.parameters() if p.ndim > 1]
+            others = [p for p in module.parameters() if p.ndim == 1]
+            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+            optimizer = oneflow.optim.AdamW(applied.parameter_groups(groups), lr=1e-3)
+
+        Args:
+            groups: Options of each group, and under ``params`` parameters of the user's module, or their names. Parameters in no
+                group are not updated.
+
+        Raises:
+            UserError: A parameter is not one of the module, or is in several groups; or parameters that ranks store in one tensor
+                (such as fused projections) are in groups with different options.
+        """
+        return stored_groups(groups, self._module(), self._names, self._weights.parameters)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, taken together as one vector, to a Euclidean norm of at most ``max_norm``; all ranks call.

@@ -22,7 +22,7 @@ from .stepping import Ranks
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["attend", "softmax"]
+__all__ = ["attend", "rotary_angles", "rotate", "separate", "softmax"]
 
 Tensor = Any
 DropProbabilities = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
@@ -72,7 +72,7 @@ def attend(
     """
     sharing = sharing_of(way, ranks, axes, x.shape[1] * prod(axis.size for axis in axes), is_mirrored)
     x = ascending(x) if is_mirrored else x
-    query, key, value = _separate(x, ranks, groups, group_heads, head_dim, slices, copy_axes)
+    query, key, value = separate(x, ranks, groups, group_heads, head_dim, slices, copy_axes)
     if theta is not None:
         angles = rotary_angles(sharing.own, head_dim, theta, x.dtype, x.device.type)
         query, key = rotate(query, *angles), rotate(key, *angles)
@@ -83,7 +83,7 @@ def attend(
     return mirrored(out) if is_mirrored else out
 
 
-def _separate(
+def separate(
     x: Tensor, ranks: Ranks, groups: int, group_heads: int, head_dim: int, slices: int, copy_axes: Sequence[Axis]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query (samples, groups, group_heads, sequence, head_dim), key and value (samples, groups, sequence, head_dim)."""

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.devices import GPU
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.nearest import divisors
 
 from .backend import HOST
+from .groupednorms import batch_norms_as_local
 from .load import load_oneflow
 from .replay.operators import RANDOM
-from .seededrandom import seeded_random
+from .seededrandom import has_named_random, random_places, seeded_random
 from .stage.global_weights import GlobalWeights
 
 flow: Any = load_oneflow()
@@ -55,10 +57,15 @@ def check_same_function(
         UserError: The modules differ on a rank. It is raised on every rank, and names the first difference.
     """
     stage = weights.stage
-    # A model that draws in training, as drop path does, was traced with these operators: both modules run in training mode.
-    is_training = _draws_in_training(applied.graph) and applied.training
-    if is_training and _has_batch_norms(applied.graph):
-        return  # their statistics depend on how samples are split
+    # The graph is that of training. But statistics of batch norms depend on how samples are split, and on GPUs dropouts of layers
+    # do not draw what one device draws: such models are compared in evaluation, unless they draw there, too.
+    has_norms, draws = _has_batch_norms(applied.graph), _draws_in_training(applied.graph)
+    if applied.training and has_norms and draws:
+        return
+    is_seeded = has_named_random(applied.graph) and not (
+        stage.stepper.backend.device == GPU and any(layer.dropouts for layer in applied.graph.layers)
+    )
+    is_training = applied.training and not has_norms and (draws or is_seeded)
     # If ranks share samples in attention, its strategy fits a single number of samples.
     most = lcm(*(ready.strategy.p0 for ready in stage.layers))
     fitting = (n for n in divisors(most) if all(ready.strategy.fits(ready.layer, n) for ready in stage.layers))
@@ -94,12 +101,12 @@ def check_same_function(
 
 def _draws_in_training(graph: LayerGraph) -> bool:
     """Return whether a traced model draws random numbers other than for dropouts, perhaps in training alone."""
-    programs = (layer.program for layer in graph.layers if layer.program is not None)
+    programs = (program for layer in graph.layers for program in layer.programs)
     return any(call.kind in RANDOM - {"dropout"} for program in programs for call in program.calls)
 
 
 def _has_batch_norms(graph: LayerGraph) -> bool:
-    programs = (layer.program for layer in graph.layers if layer.program is not None)
+    programs = (program for layer in graph.layers for program in layer.programs)
     in_programs = any(call.kind == "normalization" for program in programs for call in program.calls)
     return in_programs or any(layer.kind == "batch_norm" for layer in graph.layers)
 
@@ -110,7 +117,7 @@ def _plain_output(module: Any, graph: LayerGraph, samples: Sequence[Tensor], ste
     Outside of the first rank, OneFlow 0.9.0 refuses recurrent modules: they mix tensors of ``cpu:0`` and of the rank's ``cpu:1``.
     """
     try:
-        with seeded_random(module, graph, [step]):
+        with batch_norms_as_local(), seeded_random(module, random_places(graph), [step]):
             return module(*samples)
     except RuntimeError as error:
         if flow.env.get_rank() and "to be on the same device" in str(error):

@@ -112,7 +112,15 @@ def _own_rows(layout: Layout, samples: int, rows: int, rank: int, is_mirrored: b
 
 
 def bind_dropout(
-    dropout: Dropout, step: int | None, ranks: Ranks, layout: Layout, samples: int, rows: int, heads: int
+    dropout: Dropout,
+    step: int | None,
+    ranks: Ranks,
+    layout: Layout,
+    samples: int,
+    rows: int,
+    heads: int,
+    windows: int = 1,
+    key_rows: int | None = None,
 ) -> Callable[[Tensor, np.ndarray, np.ndarray], Tensor]:
     """Return the dropout of attention as a function of the probabilities, and of the positions of queries and keys.
 
@@ -120,13 +128,17 @@ def bind_dropout(
         dropout, step, ranks, layout, samples: As those of `apply_dropout`.
         rows: Positions per sample.
         heads: Query heads of all ranks.
+        windows: Number of windows of positions that attend to themselves alone.
+        key_rows: Rows of keys per sample; None: as many as positions.
     """
+    num_queries, num_keys = rows // windows, (key_rows or rows) // windows
 
     def drop(x: Tensor, queries: np.ndarray, keys: np.ndarray) -> Tensor:
         def index() -> np.ndarray:
             own = np.unique(_own_rows(layout, samples, rows, ranks.rank, False)[:, 0] // rows)
-            matrices = np.add.outer(own * heads, layout.blocks(heads)[ranks.rank]).reshape(-1)
-            return np.add.outer(np.add.outer(matrices * rows, queries) * rows, keys)
+            of_window = np.add.outer(own * windows, np.arange(windows)) * heads
+            matrices = np.add.outer(of_window, layout.blocks(heads)[ranks.rank]).reshape(-1)
+            return np.add.outer(np.add.outer(matrices * num_queries, queries) * num_keys, keys)
 
         return dropout(x, step, ranks.rank, index)
 
@@ -173,7 +185,7 @@ def check_dropouts(module: Any, graph: LayerGraph) -> None:
     """
     if any("dropout" in layer.epilogue or kind_of(layer.kind).drops_elements(layer) for layer in graph.layers):
         return
-    if any(layer.program is not None for layer in graph.layers):
+    if any(layer.programs for layer in graph.layers):
         return  # the graph was traced, with the dropouts that the model had
     opaque = tuple(path for layer in graph.layers if kind_of(layer.kind).is_opaque for path in layer.modules)
     for path, part in module.named_modules():

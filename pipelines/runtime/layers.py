@@ -19,6 +19,7 @@ from autoddl.costmodel.strategy import Strategy
 
 from . import facts
 from .attending import attend
+from .changed_scores import among_zeros, attend_changed, own_heads
 from .comm.layouts import layout_of
 from .dropouts import apply_dropout, bind_dropout, dropout_of
 from .images import add_to_channels, convolve, image_data, normalise_batch, pool_windows
@@ -69,8 +70,10 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
         function.__name__: function
         for function in (
             add_to_channels,
+            among_zeros,
             apply_dropout,
             attend,
+            attend_changed,
             attend_latent,
             bind_dropout,
             collect,
@@ -91,6 +94,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
             mean_error,
             normalise,
             normalise_batch,
+            own_heads,
             pool_windows,
             positions,
             quick_gelu,

@@ -248,7 +248,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def split_gate(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gate and the factor of a gated unit, which alternate along the features."""
+    """Return the two halves of the product of a gated unit, which alternate along the features."""
     pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     return pairs[..., 0], pairs[..., 1]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -23,7 +23,7 @@ from .replay.operators import RANDOM
 
 flow: Any = load_oneflow()
 
-__all__ = ["has_named_random", "seeded_random"]
+__all__ = ["has_named_random", "random_places", "seeded_random"]
 
 Tensor = Any
 
@@ -36,16 +36,24 @@ def has_named_random(graph: LayerGraph) -> bool:
     )
 
 
+def random_places(graph: LayerGraph) -> dict[str, tuple[int, ...]]:
+    """Return where the samples lie in the results of the random operators of programs, by the name of the operator."""
+    programs = (program for layer in graph.layers for program in layer.programs)
+    calls = [call for program in programs for call in program.calls if call.kind in RANDOM]
+    return {call.attributes["stream"]: tuple(call.attributes["place"]) for call in calls}
+
+
 @contextlib.contextmanager
-def seeded_random(module: Any, graph: LayerGraph, steps: Sequence[int | None]) -> Iterator[None]:
+def seeded_random(module: Any, places: Mapping[str, tuple[int, ...]], steps: Sequence[int | None]) -> Iterator[None]:
     """Let a module draw the numbers of a plan while the context is active.
 
     Args:
         module: The user's model.
-        graph: The layer graph of the plan.
+        places: Where the samples lie in the results of random operators, see `random_places`. In the others they are the first
+            dimension.
         steps: Numbers of the training passes that the samples of a call belong to, the same number of samples each.
     """
-    numbers = _Numbers(graph, steps)
+    numbers = _SeededNumbers(places, steps)
     modules = [(path, part, vars(part).get("forward")) for path, part in module.named_modules()]
     for path, part, _ in modules:
         object.__setattr__(part, "forward", functools.partial(numbers.call, path, part, part.forward))
@@ -65,20 +73,11 @@ def seeded_random(module: Any, graph: LayerGraph, steps: Sequence[int | None]) -
                 object.__setattr__(part, "forward", forward)
 
 
-class _Numbers:
-    """Draws numbers for the operators of a model.
+class _SeededNumbers:
+    """Draws numbers for the operators of a model; the arguments are those of `seeded_random`."""
 
-    Args:
-        graph: The layer graph of the plan.
-        steps: As those of `seeded_random`.
-    """
-
-    def __init__(self, graph: LayerGraph, steps: Sequence[int | None]):
-        self._steps = steps
-        programs = (layer.program for layer in graph.layers if layer.program is not None)
-        calls = [call for program in programs for call in program.calls if call.kind in RANDOM]
-        #: Where the samples lie in the results of operators of programs.
-        self._places = {call.attributes["stream"]: tuple(call.attributes["place"]) for call in calls}
+    def __init__(self, places: Mapping[str, tuple[int, ...]], steps: Sequence[int | None]):
+        self._steps, self._places = steps, places
         self._paths: list[str] = []
         self._counts: Counter[tuple[str, str]] = Counter()
 

@@ -21,7 +21,7 @@ from typing import Any, Union
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.costmodel.kinds.epilogue import LOSSES
+from autoddl.costmodel.kinds.epilogue import GATES, LOSSES
 from autoddl.costmodel.program import Scaled
 from autoddl.costmodel.strategy import Strategy, shard_axes
 
@@ -260,17 +260,19 @@ def along(collective: str, axis: Any) -> Call:
 def epilogue(context: LayerContext) -> list[Call]:
     """Return the calls of the element-wise operations after a layer, on its evenly split output.
 
-    A gate (``mul``) halves the features. Gate and factor alternate along the features. Operations before ``mul`` apply to the gate.
+    A gate (``mul``, ``mul_last``) halves the features. The two halves of the product alternate along the features. Operations
+    before it apply to the gate.
 
     Raises:
         UserError: An operation is not supported.
     """
     layer = context.layer
     operations = [operation for operation in layer.epilogue if operation not in LOSSES]
-    calls = [Call("split_gate", (X,), result=("x", "factor"))] if "mul" in operations else []
+    halves = {"mul": ("x", "factor"), "mul_last": ("factor", "x")}
+    calls = [Call("split_gate", (X,), result=halves[gate]) for gate in GATES & set(operations)]
     numbers: Iterator[int] = iter(range(len(operations)))
     for operation in operations:
-        if operation == "mul":
+        if operation in GATES:
             calls.append(Call("multiply", (X, Name("factor"))))
         elif operation == "dropout":
             number = next(numbers)

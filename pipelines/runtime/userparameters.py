@@ -53,6 +53,8 @@ def check_parameters(module: Any, graph: LayerGraph) -> None:
                 )
             unseen.pop(id(tensor), None)
     for name in unseen.values():
+        if name in graph.unused:
+            continue
         raise UserError(
             f"the plan was made for another model: the model has parameter {name}, which the plan does not contain"
         )

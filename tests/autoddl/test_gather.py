@@ -105,7 +105,8 @@ def test_unknown_operators_of_one_module_are_one_opaque_layer():
     odd = graph["odd"]
     assert odd.input_shape == (1, 8) and odd.output_shape == (1, 5) and odd.kept_elements == 5
     assert [p.name for p in odd.parameters] == ["odd.p"]
-    assert graph.notes == ("narrow+roll+broadcast_mul (odd): can be split along the batch only",)
+    reason = "it cuts, joins or shifts features"
+    assert graph.notes == (f"narrow+roll+broadcast_mul (odd): can be split along the batch only, since {reason}",)
 
 
 def test_operators_that_ranks_cannot_run_are_named():

@@ -17,6 +17,7 @@ from autoddl.text.tables import Column, Table, Text
         ("add allow_stale=True, or use method='exact'", "add --allow-stale, or use --method exact"),
         ("faster: leave out objective='communication'", "faster: leave out --communication-only"),
         ("plan with recompute=False", "plan with --recompute never"),
+        ("or give full_size=True to run it as it is", "or give --full-size to run it as it is"),
         ("give model=FILE.py:FUNCTION, which makes it", "give --model FILE.py:FUNCTION, which makes it"),
         ("raise time_limit_s", "raise --time-limit"),
         ("stages is 3; chimera needs an even number", "--stages is 3; chimera needs an even number"),

@@ -1,7 +1,8 @@
 """Take models that this project did not write through the full circle, and print a table of what became of each.
 
 Every model of `zoo_models.py` is extracted, planned for four CPU ranks, verified against one device, exported, and trained from the
-exported file. Each model runs in a process of its own.
+exported file. The same is done with a pipeline of two stages of two ranks each, if the model is a chain of at least two parts. Each
+model runs in a process of its own.
 
     python tests/bench/bench_zoo.py [MODEL ...] [--page docs/models.md]
 """
@@ -27,9 +28,9 @@ BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 FAMILIES = {
     "classification": (
         *("alexnet", "vgg11_bn", "resnet18", "resnext", "squeezenet", "densenet", "googlenet", "mobilenet_v2"),
-        *("mobilenet_v3", "shufflenet", "mnasnet", "ghostnet", "efficientnet", "regnet", "res2net", "se_resnet"),
+        *("mobilenet_v3", "shufflenet", "mnasnet", "ghostnet", "efficientnet", "regnet", "res2net", "se_resnet", "dla"),
         *("vit", "swin", "mixer", "gmlp", "resmlp", "convnext", "pvt", "crossformer", "poolformer", "convmixer"),
-        *("uniformer", "cswin"),
+        *("uniformer", "cswin", "two_heads"),
     ),
     "detection, segmentation": ("fcn_head", "unet"),
     "language": (
@@ -39,7 +40,15 @@ FAMILIES = {
     "speech": ("speech", "conformer"),
     "recommendation": ("wide_and_deep", "deepfm", "dlrm", "ncf"),
     "generative": ("dcgan_generator", "dcgan_discriminator", "vae", "autoencoder", "diffusion"),
-    "others": ("clip", "siamese", "graph_convolution", "outputs_of_several_kinds", "weighted_norm"),
+    "others": (
+        "clip",
+        "siamese",
+        "graph_convolution",
+        "outputs_of_several_kinds",
+        "weighted_norm",
+        "sync_norms",
+        "mixed_sharing",
+    ),
 }
 
 
@@ -57,13 +66,34 @@ def run(name: str) -> dict[str, Any]:
     total = sum(layer.num_parameters for layer in layers)
     kept = sum(layer.num_parameters for layer in layers if layer.kind == "opaque")
     row |= {"parameters": total, "layers": len(layers), "share": 1 - kept / max(total, 1)}
+    row["verdict"] = verified(plan, model)
+    if row["verdict"].startswith("fails"):
+        return row
+    return {**row, "export": exported(plan, model), "pipeline": pipelined(model)}
+
+
+def verified(plan: Any, model: str) -> str:
+    """Verify a plan on ranks, and return the verdict."""
     try:
         verification = plan.verify(ranks=RANKS, model=model)
     except Exception as error:
-        return {**row, "verdict": f"fails: {str(error).splitlines()[0][:150]}"}
+        return f"fails: {str(error).splitlines()[0][:150]}"
     last = str(verification).splitlines()[-1]
-    row["verdict"] = "right" if last.startswith("Right") else f"off: {last.strip()[:150]}"
-    return {**row, "export": exported(plan, model)}
+    return "right" if last.startswith("Right") else f"off: {last.strip()[:150]}"
+
+
+def pipelined(model: str) -> str:
+    """Take a model through a pipeline of two stages of two ranks each, and return what became of it."""
+    import autoddl
+    from autoddl.costmodel.errors import UserError
+
+    try:
+        plan = autoddl.price(model, cluster="local-cpu", devices_per_node=RANKS, batch=BATCH, pp=2, dp=2, micro_batch=2)
+    except UserError as error:
+        return f"no chain: {str(error)[:150]}"
+    verdict = verified(plan, model)
+    trained = exported(plan, model) if verdict == "right" else "trains"
+    return verdict if trained in ("trains", "no loss") else f"file {trained}"
 
 
 def exported(plan: Any, model: str) -> str:
@@ -78,13 +108,14 @@ def exported(plan: Any, model: str) -> str:
         try:
             plan.export(paths[1], model=model)
         except UserError as error:
-            return f"refused: {str(error)[:100]}"
+            return f"refused: {str(error)[:150]}"
         # The file compares its loss with that of the plain model before it trains.
         command = [sys.executable, "-m", "autoddl", "launch", *paths, "--", "--steps", "2"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     lines = [line for line in done.stdout.splitlines() if "loss" in line]
     if done.returncode or len(lines) != 2:
-        return f"fails: {(done.stderr.strip().splitlines() or ['no output'])[-1][:100]}"
+        said = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+        return f"fails: {said[-1][:150]}"
     return "trains"
 
 
@@ -103,17 +134,24 @@ def row_of(name: str) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table, those with failures first."""
     family_of = {name: family for family, names in FAMILIES.items() for name in names}
-    order = sorted(rows, key=lambda row: (row["verdict"] == "right", row.get("export", "") in ("trains", "no loss")))
+    order = sorted(rows, key=lambda row: (row["verdict"] == "right", is_served(row)))
     lines = [
-        "| model | family | parameters | layers | all strategies | verify on 4 ranks | exported file |",
-        "|---|---|---|---|---|---|---|",
+        "| model | family | parameters | layers | all strategies | verify on 4 ranks | exported file | pipeline |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in order:
         share = f"{row['share']:.1%}" if "share" in row else ""
         figures = f"{row.get('parameters', 0):,} | {row.get('layers', '')} | {share}"
         name = row["model"]
-        lines.append(f"| {name} | {family_of.get(name, '')} | {figures} | {row['verdict']} | {row.get('export', '')} |")
+        became = f"{row['verdict']} | {row.get('export', '')} | {row.get('pipeline', '')}"
+        lines.append(f"| {name} | {family_of.get(name, '')} | {figures} | {became} |")
     return "\n".join(lines)
+
+
+def is_served(row: dict[str, Any]) -> bool:
+    """Return whether the exported file trains, and the pipeline is right if there is one."""
+    pipeline = row.get("pipeline", "")
+    return row.get("export", "") in ("trains", "no loss") and (pipeline == "right" or pipeline.startswith("no chain"))
 
 
 def main() -> None:
@@ -130,7 +168,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in names:
         rows.append(row_of(name))
-        print(f"{name}: {rows[-1]['verdict']}; {rows[-1].get('export', '')}", flush=True)
+        row = rows[-1]
+        print(f"{name}: {row['verdict']}; {row.get('export', '')}; pipeline: {row.get('pipeline', '')}", flush=True)
         if options.page:
             write(options.page, rows)
     print(f"\n{table(rows)}")

@@ -44,7 +44,11 @@ def _flowvision(name, size=32, **options):
 
 
 def alexnet():
-    return _flowvision("alexnet", 64)
+    from flowvision.models import alexnet
+
+    model = alexnet(num_classes=10)
+    model.classifier = nn.Sequential(nn.Dropout(0.5), nn.Linear(256 * 6 * 6, 64), nn.ReLU(), nn.Linear(64, 10))
+    return Classifier(model), images(64)
 
 
 def vgg11_bn():
@@ -131,13 +135,11 @@ def vit():
     ), images()
 
 
-def swin():
+def swin(**options):
     from flowvision.models.swin_transformer import SwinTransformer
 
-    model = SwinTransformer(
-        img_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_classes=10
-    )
-    return Classifier(model), images()
+    sizes = {"img_size": 32, "patch_size": 2, "embed_dim": 16, "window_size": 4, "num_classes": 10}
+    return Classifier(SwinTransformer(**sizes, depths=[2, 2], num_heads=[2, 4], **options)), images()
 
 
 def mixer():
@@ -172,6 +174,13 @@ def convnext():
     from flowvision.models.convnext import ConvNeXt
 
     return Classifier(ConvNeXt(num_classes=10, depths=[1, 1, 1, 1], dims=[16, 32, 64, 128])), images(64)
+
+
+def dla():
+    """Aggregated layers, with projections that nothing reads."""
+    from flowvision.models.dla import DLA
+
+    return Classifier(DLA([1, 1, 1, 2, 1, 1], [8, 8, 8, 16, 16, 32], num_classes=10, pool_size=2)), images(64)
 
 
 def pvt():
@@ -950,3 +959,68 @@ def random_parts():
             return F.cross_entropy(self.head(x).reshape(-1, 50), targets.reshape(-1))
 
     return Model(), _tokens(50, 8)
+
+
+def sync_norms():
+    """Batch norms over all samples, of images and of sequences."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+            self.norm, self.norm_2 = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+            self.rows, self.norm_3 = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+            self.head = nn.Linear(8, 10)
+
+        def forward(self, images, labels):
+            x = F.relu(self.norm(self.first(images)))
+            x = x + F.relu(self.norm_2(self.second(x)))
+            x = F.relu(self.norm_3(self.rows(x.flatten(2))))
+            return F.cross_entropy(self.head(x.mean(2)), labels)
+
+    return nn.SyncBatchNorm.convert_sync_batchnorm(Model()), images(8)
+
+
+def mixed_sharing():
+    """A weight that a product and a penalty read, a norm that is used twice, and a parameter that nothing reads."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+            self.norm, self.never = nn.LayerNorm(64), nn.Linear(64, 4)
+
+        def forward(self, x, labels):
+            x = self.norm(F.relu(self.first(x)))
+            x = self.norm(self.second(x).transpose(1, 2)).transpose(1, 2)
+            penalty = flow.exp(0.1 * self.head.weight).mean()
+            return F.cross_entropy(self.head(x.mean(1)), labels) + penalty
+
+    return Model(), (flow.randn(BATCH, 64, 64), flow.randint(0, 10, (BATCH,)))
+
+
+def two_heads():
+    """A model that returns both heads in training, and their mean in evaluation."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
+            self.heads = nn.ModuleList([nn.Linear(32, 10), nn.Linear(32, 10)])
+
+        def forward(self, x):
+            x = self.norm(F.gelu(self.body(x)))
+            first, second = (head(x) for head in self.heads)
+            return (first, second) if self.training else (first + second) / 2
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+
+        def forward(self, x, labels):
+            found = self.model(x)
+            found = found if isinstance(found, tuple) else (found,)
+            return sum(F.cross_entropy(logits, labels) for logits in found) / len(found)
+
+    return Distilled(), (flow.randn(BATCH, 16), flow.randint(0, 10, (BATCH,)))

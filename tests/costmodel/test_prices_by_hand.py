@@ -76,6 +76,19 @@ def test_dense_attention_ignores_the_mask_and_keeps_the_probabilities():
         assert done.kept_bytes == 8 * 16 * 3 * 4 * 2 + 8 * 256 * 2
 
 
+def test_changed_scores_are_dense_and_those_of_windows_are_few():
+    """4 windows of 4 of 16 rows: 8 heads of 4 * 4 * 4 = 64 scores of 2 bytes. The softmax reads or writes them 3 times, and two
+    changes twice each. Products read and write 16 + 16 rows of 4 features, and the scores."""
+    layer = attention("t", 16, 8, 4, causal=False, windows=4, changes=2)
+    for attend in ("fused", "dense"):
+        done = work(layer, (2, 4, 1), attention=attend)
+        assert done.forward_work.core_flops == 8 * 64 * 2 * 2 * 4
+        product, softmax, changes = 8 * (32 * 4 + 64) * 2, 3 * 8 * 64 * 2, 2 * 2 * 8 * 64 * 2
+        assert done.forward_work.nbytes == 2 * product + softmax + changes
+        assert done.kept_bytes == 8 * 16 * 3 * 4 * 2 + 8 * 64 * 2
+    assert layer.flops == 2 * 2 * 8 * 64 * 4
+
+
 @given(st.integers(1, 64), st.integers(1, 8), st.booleans())
 def test_dense_attention_is_never_cheaper_forward(length: int, head_dim: int, causal: bool) -> None:
     layer, cluster = attention("t", length, 8, head_dim, causal=causal), load_cluster("dgx-a100").resized(1, 8)

@@ -11,6 +11,8 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph, graph_from_document
+from autoddl.costmodel.kinds.attention import attention
 from autoddl.costmodel.kinds.opaque import crossing_steps, opaque
 from autoddl.costmodel.program import Program, Result, Scaled, Source, TracedCall, at, program_from_fields
 
@@ -45,6 +47,26 @@ def test_documents_keep_everything():
     assert document["sources"][1]["values"] == [0.5, {"number": "-inf"}]  # JSON has no infinity
 
 
+SCORES = Program(
+    sources=(Source("weight_0", "parameter", 0, shape=(7, 8), outer=0),),
+    calls=(TracedCall("transpose", {"input": ("weight_0",)}, {"out": ("t1",)}, {"perm": (1, 0)}),),
+    results=(Result("t1", (1, 1, 8, 7, 7), 0, "add"), Result("t1", (Scaled(1), 1, 1, 7, 7), 1, "fill", -math.inf)),
+)
+
+
+def test_what_changes_scores_is_kept():
+    layer = replace(attention("a", 7, 8, 4, causal=False, changes=2), scores=SCORES)
+    graph = LayerGraph("g", "sequence", (layer,), ())
+    assert graph.reads_order  # its biases belong to positions
+    again = graph_from_document(graph.document(), "g")
+    assert again["a"].scores == SCORES and again["a"].attributes["changes"] == 2
+    with pytest.raises(UserError, match="changes is 1, its shapes say 2"):
+        LayerGraph("g", "sequence", (replace(layer, attributes={**layer.attributes, "changes": 1}),), ())
+    for program, is_of_scores, words in ((SCORES, False, "'add', should be none"), (PROGRAM, True, "should be add, ")):
+        with pytest.raises(UserError, match=words):
+            program_from_fields(Fields(program.document(), "program"), is_of_scores=is_of_scores)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -64,13 +86,13 @@ def test_invalid_documents_are_refused(change, words):
 def test_crossings_are_priced_by_hand():
     """4 ranks, 8 samples of 32 elements of 4 bytes."""
     axis = Axis(4, 1)
-    forward, backward = crossing_steps(PROGRAM, [axis], 8, 4)
+    forward, backward = crossing_steps(PROGRAM, [axis], 8, 4, 4)
     assert forward == (
         Step(Collective.ALL_GATHER, axis, 8 * 32 * 4),  # of all samples
         Step(Collective.ALL_REDUCE, axis, 32 * 4),  # of the partial sums
     )
     assert backward == (Step(Collective.ALL_REDUCE, axis, 32 * 4),)  # no gradient of untrained samples
-    assert crossing_steps(PROGRAM, [], 8, 4) == ((), ())
+    assert crossing_steps(PROGRAM, [], 8, 4, 4) == ((), ())
 
 
 def test_layers_differ_by_what_they_send():

@@ -48,8 +48,16 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
-def _attend(x: np.ndarray, groups: int, group_heads: int, head_dim: int, causal: bool, theta: float | None):
-    """Attention head by head."""
+def _attend(
+    x: np.ndarray,
+    groups: int,
+    group_heads: int,
+    head_dim: int,
+    causal: bool,
+    theta: float | None,
+    biases: np.ndarray | None = None,
+):
+    """Attention head by head; biases of the scores are (heads, queries, keys)."""
     samples, sequence, _ = x.shape
     parts = x.reshape(samples, sequence, groups, group_heads + 2, head_dim)
     out = np.empty((samples, sequence, groups, group_heads, head_dim))
@@ -59,6 +67,8 @@ def _attend(x: np.ndarray, groups: int, group_heads: int, head_dim: int, causal:
             query = parts[:, :, group, head]
             turned = [query, key] if theta is None else [_rotate(query, theta), _rotate(key, theta)]
             scores = np.einsum("sqd,skd->sqk", *turned) / sqrt(head_dim)
+            if biases is not None:
+                scores = scores + biases[group * group_heads + head]
             if causal:
                 scores = np.where(np.tri(sequence, dtype=bool), scores, -np.inf)
             out[:, :, group, head] = np.einsum("sqk,skd->sqd", _softmax(scores), value)
@@ -153,6 +163,12 @@ CASES: dict[str, Case] = {
     "attend": Case(((SAMPLES, ROWS, 32),), lambda x: _attend(x, 2, 2, 4, False, None)),
     "attend, causal and rotary": Case(((SAMPLES, ROWS, 32),), lambda x: _attend(x, 2, 2, 4, True, 100.0)),
     "attend, fused in two blocks": Case(((1, 300, 32),), lambda x: _attend(x, 2, 2, 4, True, None)),
+    "attend_changed": Case(
+        ((SAMPLES, ROWS, 32), (1, 1, 4, ROWS, ROWS)),
+        lambda x, biases: _attend(x, 2, 2, 4, True, 100.0, 0.5 * biases[0, 0]),
+    ),
+    "own_heads": Case(((4, 3, 5),), lambda x: x[None, None]),
+    "among_zeros": Case(((6, 4),), lambda table: table),
     "normalise": Case((_ACTIVATION, (FEATURES,), (FEATURES,)), _norm),
     "normalise, not centred": Case((_ACTIVATION, (FEATURES,)), _norm),
     "cross_entropy": Case(((SAMPLES, ROWS, VOCABULARY),), _cross_entropy),

@@ -42,6 +42,20 @@ def _calls(ranks: Ranks) -> Mapping[str, Callable[..., Tensor]]:
     def norm(centred: bool) -> Callable[..., Tensor]:
         return lambda x, weight, bias=None: of["normalise"](x, weight, bias, x.shape[-1], centred, 1e-5, (), ranks)
 
+    def attend_changed(x: Tensor, biases: Tensor) -> Tensor:
+        """Factors, biases of the heads, and the later positions hidden."""
+        two, half = (backend.tensor(np.full((1,) * 5, number), backend.compute) for number in (2.0, 0.5))
+        is_later = backend.tensor(~np.tri(ROWS, dtype=bool)[None, None, None])
+        is_earlier = backend.tensor(np.tri(ROWS, dtype=bool)[None, None, None])
+        changes = [
+            ("multiply", two, 0.0),
+            ("add", biases / 2, 0.0),
+            ("subtract", -biases / 2, 0.0),
+            ("multiply", half, 0.0),
+        ]
+        changes += [("fill", is_later, -1e4), ("keep", is_earlier, -1e4)]
+        return of["attend_changed"](x, ranks, 2, 2, 4, changes, theta=100.0)
+
     def gate(x: Tensor) -> Tensor:
         return flow.cat(list(of["split_gate"](x)), dim=-1)
 
@@ -52,6 +66,9 @@ def _calls(ranks: Ranks) -> Mapping[str, Callable[..., Tensor]]:
         "attend": lambda x: of["attend"](x, ranks, 2, 2, 4, False),
         "attend, causal and rotary": lambda x: of["attend"](x, ranks, 2, 2, 4, True, 100.0),
         "attend, fused in two blocks": lambda x: of["attend"](x, ranks, 2, 2, 4, True, is_fused=True),
+        "attend_changed": attend_changed,
+        "own_heads": lambda x: of["own_heads"](x, [1, 1, 4, 3, 5], _ALONE, 4, ranks),
+        "among_zeros": lambda table: of["among_zeros"](table, _ALONE, 4, ranks),
         "normalise": norm(True),
         "normalise, not centred": norm(False),
         "cross_entropy": lambda x: of["cross_entropy"](x, TARGETS, _ALONE, ranks, ROWS),

@@ -256,6 +256,53 @@ def train(
     return results
 
 
+def train_groups(
+    model: str, sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload, frozen: str
+) -> dict[str, Any]:
+    """Steps of optimizers with three groups of parameters of the user's module, one of them frozen, against one device.
+
+    Returns:
+        For each optimizer the relative errors of the parameters after three steps, and the errors that wrong groups have.
+    """
+    results: dict[str, Any] = {}
+    for name in ("adamw", "momentum"):
+        plain, _ = in_type(workload, module_of(model, sizes), ())
+        module = module_of(model, sizes)
+        for one in (plain, module):
+            dict(one.named_parameters())[frozen].requires_grad_(False)
+        backend = backend_of(workload.precision, "cpu")
+        applied = applied_module(module, graph, strategies, workload, backend=backend)
+        theirs = optimizer_of(name, groups_of(plain, frozen))
+        mine = optimizer_of(name, applied.parameter_groups(groups_of(module, frozen)))
+        for step in range(3):
+            data = batch_of(model, sizes, workload.batch, seed=step)
+            data[1][data[1] < 0] = 0
+            applied.train_step(*data)
+            applied.step(mine)
+            plain(*on_host(data)).backward()
+            theirs.step()
+            theirs.zero_grad()
+        values = {name: value.numpy() for name, value in applied.state_dict().items()}
+        results[name] = relative_errors(values, {name: p.numpy() for name, p in plain.state_dict().items()})
+    first, second, *_ = (name for name, _ in module.named_parameters())
+    results["twice"] = message(lambda: applied.parameter_groups([{"params": [first]}, {"params": [first]}]))
+    results["unknown"] = message(lambda: applied.parameter_groups([{"params": ["nothing"]}]))
+    results["foreign"] = message(lambda: applied.parameter_groups([{"params": list(plain.parameters())}]))
+    results["plain"] = message(lambda: applied.step(theirs))
+    results["names"] = len(applied.parameter_groups([{"params": [first, second], "lr": 0.1}])[0]["params"])
+    return results
+
+
+def groups_of(module: Any, frozen: str) -> list[dict[str, Any]]:
+    """Weights, with decay; vectors, at a higher rate; and a frozen parameter."""
+    named = {name: p for name, p in module.named_parameters() if name != frozen}
+    return [
+        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0, "lr": 0.02},
+        {"params": [dict(module.named_parameters())[frozen]], "weight_decay": 0.5},
+    ]
+
+
 def evaluate(
     model: str, sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload
 ) -> dict[str, float]:

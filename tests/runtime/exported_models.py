@@ -55,9 +55,32 @@ def trained(scale=1.0):
     return model, transformer()[1]
 
 
+def noisy():
+    model, inputs = transformer()
+    model.blocks = nn.ModuleList([RandomBlock(32, 4, 1.0) for _ in range(2)])
+    return model, inputs
+
+
 def scaled():
     """The same layers; a layer graph does not say that they compute something else."""
     return trained(scale=20.0)
+
+
+class RandomBlock(Block):
+    """With dropouts, and a path that whole samples drop."""
+
+    def __init__(self, width, heads, scale):
+        super().__init__(width, heads, scale)
+        self.drop_scores, self.drop = nn.Dropout(0.2), nn.Dropout(0.3)
+
+    def forward(self, x):
+        h = self.norm_1(x)
+        q, k, v = self.split(self.q(h)), self.split(self.k(h)), self.split(self.v(h))
+        scores = (q @ k.transpose(-2, -1)) * (self.scale / math.sqrt(q.shape[-1]))
+        out = (self.drop_scores(F.softmax(scores, dim=-1)) @ v).transpose(1, 2).reshape(*x.shape)
+        x = x + self.drop(self.o(out))
+        h = self.down(F.silu(self.up(self.norm_2(x))))
+        return x + h * flow.floor(0.7 + flow.rand(x.shape[0], 1, 1)) / 0.7
 
 
 class Pictures(nn.Module):

@@ -19,6 +19,7 @@ from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
 from autoddl.pipelines.runtime.ranks.wire import Meter
+from autoddl.pipelines.runtime.seededrandom import random_places, seeded_random
 from autoddl.planfile import PlanFile
 from autoddl.staging import planned_model
 from autoddl.zoo.builtin import BuiltIn
@@ -129,7 +130,10 @@ def train_users_stages(function: str, plan: PlanFile, file: str) -> dict[str, An
     def batch(number: int) -> tuple[np.ndarray, ...]:
         return exported.batch(5, number, examples)
 
-    expected = exported.plain_loss(plain, [batch(number) for number in range(schedule.update_period)])
+    def drawing(steps: Sequence[int]) -> Any:
+        return seeded_random(plain, random_places(plan.graph), steps)
+
+    expected = exported.plain_loss(plain, [batch(number) for number in range(schedule.update_period)], drawing)
     pipeline = exported.build(0, "sgd", RATE, plain)
     trainer = PipelineTrainer(
         planned_model(plain, plan), schedule, lambda weights: flow.optim.SGD(weights, lr=RATE), batch

@@ -10,6 +10,22 @@ from autoddl.pipelines.runtime.load import load_oneflow
 flow = load_oneflow()
 F, nn = flow.nn.functional, flow.nn
 
+
+def _half_without_gradient(x, i):
+    """The factor of each element has no gradient, and no_grad blocks are inside each other."""
+    with flow.no_grad():
+        factor = flow.exp(x)
+        with flow.no_grad():
+            factor = factor + i.unsqueeze(-1)
+        factor = 2 * factor
+    return x * factor
+
+
+@flow.no_grad()
+def _constant(x):
+    return x.max(dim=-1, keepdim=True)[0]
+
+
 #: By name, functions of (x, places); x is (samples, 6, 8).
 ROWS = {
     **{name: (lambda x, i, name=name: getattr(F, name)(x)) for name in ("gelu", "selu", "silu", "mish", "softplus")},
@@ -26,6 +42,11 @@ ROWS = {
         for name in ("rsqrt", "square", "reciprocal", "sin", "cos")
     },
     **{name: (lambda x, i, name=name: getattr(flow, name)(x)) for name in ("tanh", "sigmoid", "erf", "negative")},
+    "detach": lambda x, i: x.detach() * x + (2 * x).detach().sin() + x * (x - x.detach()),
+    "no_grad": _half_without_gradient,
+    "no_grad_of_a_function": lambda x, i: x / _constant(x),
+    "repeat_interleave": lambda x, i: x.repeat_interleave(3, 1) + x.repeat_interleave(3, 1).flip(1),
+    "product_with_a_view": lambda x, i: flow.matmul(x, flow.ones(5, 8, device=x.device).t()),
     "leaky_relu": lambda x, i: F.leaky_relu(x - 1, 0.2),
     "elu": lambda x, i: F.elu(x - 1, 0.7),
     "hardtanh": lambda x, i: nn.Hardtanh(0.2, 0.9)(x),

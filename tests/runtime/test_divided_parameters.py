@@ -66,6 +66,20 @@ def test_steps_of_optimizers(ranks, num_micro_batches):
             assert max(errors.values()) < 1e-5, (optimizer, max(errors.items(), key=lambda item: item[1]))
 
 
+def test_groups_of_an_optimizer(ranks):
+    """With decay for weights alone, another rate, and a frozen table; the head shares its weight with a table."""
+    case = case_of("gpt", GPT, (2, 2), 8)
+    case = replace(case, workload=replace(case.workload, precision="float64"))
+    for result in ranks(4).run(f"{JOBS}:train_groups", *case.arguments, "wpe.weight"):
+        for name in ("adamw", "momentum"):
+            assert max(result[name].values()) < 1e-5, (name, max(result[name].items(), key=lambda item: item[1]))
+        assert result["twice"].endswith("is in groups 0 and 1 of the optimizer; it should be in one")
+        assert result["unknown"] == "group 0 of the optimizer has 'nothing', which is no parameter of the model"
+        assert "which should be a parameter of the module that the plan was applied to" in result["foreign"]
+        assert "which is no parameter of the applied module: make the optimizer of" in result["plain"]
+        assert result["names"] == 2
+
+
 def test_checkpoints_move_between_divisions(ranks):
     first, second = case_of("bert", BERT, (4,), 12), case_of("bert", BERT, (2, 2), 13)
     for result in ranks(4).run(f"{JOBS}:move_between_plans", "bert", BERT, first.arguments[2:], second.arguments[2:]):

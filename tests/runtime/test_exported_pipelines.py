@@ -214,12 +214,17 @@ def test_delayed_weights_are_those_of_the_runtime(counted_ranks, tmp_path, name)
     check_bytes_of_a_run(pool, arguments, results)
 
 
-@pytest.mark.parametrize("name", ["trained", "pictures"])
-def test_a_users_model_is_trained_in_stages(ranks, tmp_path, name):
-    """Norms with an eps of their own, a part of the model that is run as it is, and its own initial values."""
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("transformer", ()), ("pictures", ()), ("noisy", ("layers", "none")), ("noisy", ("blocks", "stage"))],
+)
+def test_a_users_model_is_trained_in_stages(ranks, tmp_path, name, recompute):
+    """Norms with an eps of their own, a frozen bias, random numbers, and the model's own initial values."""
     graph = extracted(name)[name]
     count = chain_of(graph).num_units
-    plan = pipelined(graph, schedule("1f1b", 2, policy="A"), (count // 2, count - count // 2), PAIR)
+    plan = pipelined(
+        graph, schedule("1f1b", 2, policy="A"), (count // 2, count - count // 2), PAIR, recompute=recompute
+    )
     path = tmp_path / "exported.py"
     path.write_text(oneflow_text(plan, f"{MODELS}:{name}"))
     results = ranks(4).run(f"{JOBS}:train_users_stages", f"{MODELS}:{name}", plan, str(path))
@@ -230,19 +235,28 @@ def test_a_users_model_is_trained_in_stages(ranks, tmp_path, name):
         assert found["errors"] and max(found["errors"].values()) < 1e-5 and not found["names"]
 
 
-def test_users_models_that_a_pipeline_cannot_train_are_noticed(ranks, tmp_path):
-    """A frozen parameter; scores that the plan does not know of, which show in the first loss."""
+def test_users_models_that_compute_something_else_are_noticed(ranks, tmp_path):
+    """The plan does not know of other scores, which show in the first loss."""
     plan = pipelined(
         extracted("trained")["trained"], schedule("1f1b", 2, policy="A"), (1, 1), StageMesh(1, 1), shape=(1, 2)
     )
-    for name, said in (
-        ("transformer", "head.bias is frozen (requires_grad is False), which pipelines cannot keep"),
-        ("scaled", ": they differ"),
-    ):
-        path = tmp_path / f"{name}.py"
-        path.write_text(oneflow_text(plan, f"{MODELS}:{name}"))
-        (_, error), (_, other) = ranks(2).run(f"{JOBS}:run_as_script", str(path), ("--steps", "1"))
-        assert said in error + other
+    path = tmp_path / "exported.py"
+    path.write_text(oneflow_text(plan, f"{MODELS}:scaled"))
+    (_, error), (_, other) = ranks(2).run(f"{JOBS}:run_as_script", str(path), ("--steps", "1"))
+    assert ": they differ" in error + other
+
+
+def test_a_file_of_a_model_with_random_numbers_checks_its_first_loss(ranks, tmp_path):
+    """Before it trains, as a script: the plain model draws the numbers of the pipeline."""
+    graph = extracted("noisy")["noisy"]
+    plan = pipelined(graph, schedule("1f1b", 2, policy="A"), (1, 1), StageMesh(1, 1), shape=(1, 2))
+    path = tmp_path / "exported.py"
+    path.write_text(oneflow_text(plan, f"{MODELS}:noisy"))
+    (output, error), (other, other_error) = ranks(2).run(f"{JOBS}:run_as_script", str(path), ("--steps", "2"))
+    assert len(set(losses_in(output + other))) == 2 and not error + other_error
+    path.write_text(path.read_text().replace("PASSES.step = self.first_slot + slot + 1", "PASSES.step = slot + 2"))
+    (_, error), (_, other_error) = ranks(2).run(f"{JOBS}:run_as_script", str(path), ("--steps", "2"))
+    assert ": they differ" in error + other_error
 
 
 def script_plan() -> PlanFile:

@@ -337,8 +337,11 @@ def test_plans_that_cannot_be_brought_to_so_many_ranks_say_so():
         assert said in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(UserError, match="whole blocks of a built-in transformer"):
         fit_plan(plan, 4, Limits(), None)
-    with pytest.raises(UserError, match="is too large to be verified here"):
+    with pytest.raises(UserError) as refused:
         fit_plan(plan, 8, Limits(1e6, 1e6), recognise(plan.graph))
+    said = str(refused.value)
+    assert "is too large to be verified here, also scaled down (" in said and " -> " in said
+    assert said.endswith("plan for fewer devices, or give full_size=True to run it as it is")
 
 
 @given(widths=st.lists(st.integers(1, 4), min_size=2, max_size=7), num_ranks=st.integers(2, 28))

@@ -17,6 +17,7 @@ available = is_available()
 pytestmark = pytest.mark.skipif(not available, reason=available.reason)
 
 JOBS = Path(__file__).with_name("traced_jobs.py")
+ZOO = Path(__file__).parents[1] / "bench" / "zoo_models.py"
 #: Models of the benchmark that need little time, each for something else.
 MODELS = {
     "block_stack": "the first sum reads the model's input",
@@ -33,9 +34,18 @@ MODELS = {
     "outputs_of_several_kinds": "a dictionary of outputs, no loss",
     "weighted_norm": "weights that are computed, and a penalty on them",
     "random_parts": "noise that is there in evaluation, too",
+    "mixed_sharing": "a weight that a product and a penalty read, and a parameter that nothing reads",
+    "two_heads": "something else in evaluation",
+    "sync_norms": "statistics of all samples, in layers and in a program",
     "swin": "windows",
+    "row_norms": "a batch norm whose rows are several of each sample",
+    "gated": "gates first and last, and products that look like gates",
     "convnext": "permuted products",
 }
+
+
+#: Models whose attention changes its scores.
+ATTENTIONS = ["t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups", "across"]
 
 
 @pytest.mark.ranks
@@ -43,6 +53,13 @@ def test_models_compute_what_one_device_computes(ranks: Any) -> None:
     """All models in one job, split along the batch. Takes 15 s, since ranks trace every model twice."""
     for differences in ranks(2).run(f"{JOBS}:compared", list(MODELS)):
         assert differences == dict.fromkeys(MODELS, "")
+
+
+@pytest.mark.ranks
+def test_heads_are_divided_whatever_happens_to_their_scores(ranks: Any) -> None:
+    """Learned biases, masks of inputs and tables, factors, windows, a dropout: every rank has one half of the heads."""
+    for differences in ranks(2).run(f"{JOBS}:compared", ATTENTIONS, True):
+        assert differences == dict.fromkeys(ATTENTIONS, "")
 
 
 def cases() -> list[tuple[str, str]]:
@@ -105,3 +122,14 @@ def test_arrays_of_another_size_are_refused() -> None:
     words = refusals(module, examples, [(inputs, labels[:1]), (inputs[:, :6], labels)])
     assert words[0] == "loss (loss, 1x1): targets of shape (1,), should have 4 samples of 1 elements"
     assert words[1] == "layer (linear, 8 -> 5): input of shape (4, 6), should have 4 samples of 1 x 8 elements"
+
+
+@pytest.mark.ranks
+def test_synchronised_norms_have_the_statistics_of_all_samples(tmp_path: Path) -> None:
+    """In training, in layers and in a program, against one device; and their sums are among the bytes that are sent."""
+    model, plan = f"{ZOO}:sync_norms", str(tmp_path / "plan.json")
+    size = ["--cluster", "local-cpu", "--devices-per-node", "2", "--batch", "8"]
+    for command in (["plan", model, *size, "-o", plan], ["verify", plan, "--ranks", "2", "--model", model]):
+        done = subprocess.run([sys.executable, "-m", "autoddl", *command], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Right: the plan computes what one device computes")

@@ -364,9 +364,11 @@ def users_model(folder: Path, misbehaviour: str = "pass") -> str:
     return f"{file}:make"
 
 
-def test_a_users_model_without_a_loss(counted_ranks, capsys, monkeypatch, users_plan, tmp_path):
+@pytest.mark.ranks
+def test_a_users_model_without_a_loss(capsys, monkeypatch, users_plan, tmp_path):
+    """On ranks of its own, whose ``relu`` the model replaces."""
     path, model = users_plan, users_model(tmp_path)
-    code, document = verified_json(capsys, monkeypatch, counted_ranks(2), path, 2, "--model", model)
+    code, document = verified_json(capsys, monkeypatch, None, path, 2, "--model", model)
     assert code == 0 and document["verdict"] == "right"
     assert (document["workload"]["batch"], document["workload"]["micro_batch"]) == (8, 4)
     assert "dropouts drop the elements that one device drops" in document["notes"]
@@ -378,9 +380,11 @@ def test_a_users_model_without_a_loss(counted_ranks, capsys, monkeypatch, users_
     assert "the plan was made for another model than Net: it has last (linear, 64 -> 8)" in said
 
 
-def test_a_rank_that_computes_something_else_is_found(counted_ranks, capsys, monkeypatch, users_plan, tmp_path):
+@pytest.mark.ranks
+def test_a_rank_that_computes_something_else_is_found(capsys, monkeypatch, users_plan, tmp_path):
+    """On ranks of its own, whose ``relu`` the model replaces."""
     model = users_model(tmp_path, "x = 1.001 * x")
-    code, out, err = verified(capsys, monkeypatch, counted_ranks(2), users_plan, "--ranks", 2, "--model", model)
+    code, out, err = verified(capsys, monkeypatch, None, users_plan, "--ranks", 2, "--model", model)
     assert (code, err) == (1, "")
     assert "first.weight: the gradient of step 1 on rank " in out and "Off in " in out
 

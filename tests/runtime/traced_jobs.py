@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.strategy import data_parallel
+from autoddl.costmodel.strategy import Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.extraction import extract
 from autoddl.pipelines.runtime.applied import AppliedModule
@@ -23,19 +24,143 @@ import zoo_models
 flow: Any = load_oneflow()
 
 
-def compared(names: list[str]) -> dict[str, str]:
-    """Compare losses (or outputs) and gradients with those of the plain models, split along the batch; return the differences."""
+class KeyGroups(flow.nn.Module):
+    """Two query heads for each key, a mask of the input, a bias with a column per head, and a dropout of probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = flow.nn.Embedding(20, 32)
+        self.q, self.k, self.v = flow.nn.Linear(32, 32), flow.nn.Linear(32, 16), flow.nn.Linear(32, 16)
+        self.o = flow.nn.Linear(32, 20)
+        self.bias = flow.nn.Parameter(flow.randn(23, 4))
+        self.register_buffer("distances", flow.arange(12)[:, None] - flow.arange(12)[None] + 11)
+        self.drop = flow.nn.Dropout(0.2)
+
+    def forward(self, tokens: Any, labels: Any) -> Any:
+        h = self.table(tokens)
+        q = self.q(h).reshape(-1, 12, 4, 8).transpose(1, 2)
+        k, v = (part.reshape(-1, 12, 2, 8).transpose(1, 2) for part in (self.k(h), self.v(h)))
+        k, v = (part.unsqueeze(2).expand(-1, 2, 2, 12, 8).reshape(-1, 4, 12, 8) for part in (k, v))
+        scores = flow.matmul(q, k.transpose(-2, -1)) / 3 + self.bias[self.distances].permute(2, 0, 1)
+        scores = scores.masked_fill((tokens == 0)[:, None, None, :], -1e9)
+        y = flow.matmul(self.drop(flow.softmax(scores, dim=-1)), v).transpose(1, 2).reshape(-1, 12, 32)
+        return flow.nn.functional.cross_entropy(self.o(y).reshape(-1, 20), labels.reshape(-1))
+
+
+def key_groups() -> tuple[Any, Any]:
+    tokens = flow.randint(0, 20, (8, 12))
+    return KeyGroups(), (tokens, tokens)
+
+
+class Across(flow.nn.Module):
+    """Queries of 7 rows, keys of 12, a mask of both, and a dropout of probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = flow.nn.Embedding(20, 32)
+        self.q, self.k, self.v, self.o = (flow.nn.Linear(32, 32) for _ in range(4))
+        self.drop = flow.nn.Dropout(0.2)
+
+    def forward(self, source: Any, target: Any, labels: Any) -> Any:
+        x, y = self.table(target), self.table(source)
+        q = self.q(x).reshape(-1, 7, 4, 8).transpose(1, 2)
+        k, v = (part(y).reshape(-1, 12, 4, 8).transpose(1, 2) for part in (self.k, self.v))
+        scores = flow.matmul(q, k.transpose(-2, -1)) / math.sqrt(8)
+        is_hidden = ((source == 0)[:, None] | (source[:, None] == target[:, :, None]))[:, None]
+        scores = scores.masked_fill(is_hidden, -1e9)
+        y = flow.matmul(self.drop(flow.softmax(scores, dim=-1)), v).transpose(1, 2).reshape(-1, 7, 32)
+        return flow.nn.functional.cross_entropy((x + self.o(y)).reshape(-1, 32), labels.reshape(-1))
+
+
+def across() -> tuple[Any, Any]:
+    return Across(), (flow.randint(0, 20, (8, 12)), *(flow.randint(0, 20, (8, 7)) for _ in range(2)))
+
+
+class Gated(flow.nn.Module):
+    """Gates that are the first or the last half of a product, gates of two products, and products that are no gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.both, self.scaled = (flow.nn.Linear(16, 32) for _ in range(4))
+        self.gate, self.up, self.end = (flow.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        functional = flow.nn.functional
+        a, b = self.first(x).chunk(2, dim=-1)
+        x = x + functional.silu(a) * b
+        a, b = self.last(x).chunk(2, dim=-1)
+        x = x + a * functional.gelu(b)
+        a, b = self.both(x).chunk(2, dim=-1)
+        x = x + flow.tanh(a) * flow.sigmoid(b)
+        a, b = self.scaled(x).chunk(2, dim=-1)
+        x = x + a * (0.3 * b)
+        x = x + self.up(x) * flow.sigmoid(self.gate(x))
+        return functional.mse_loss(self.end(x), y)
+
+
+def gated() -> tuple[Any, Any]:
+    return Gated(), (flow.randn(8, 6, 16), flow.randn(8, 6, 16))
+
+
+class RowNorms(flow.nn.Module):
+    """Batch norms of all rows of all samples, as LeViT has them after its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = flow.nn.Linear(16, 16), flow.nn.Linear(16, 3)
+        self.norm = flow.nn.BatchNorm1d(16)
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        y = self.first(x)
+        y = x + self.norm(y.flatten(0, 1)).reshape(y.shape)
+        return flow.nn.functional.cross_entropy(self.last(y).reshape(-1, 3), labels.reshape(-1))
+
+
+def row_norms() -> tuple[Any, Any]:
+    return RowNorms(), (flow.randn(8, 6, 16), flow.randint(0, 3, (8, 6)))
+
+
+OWN_MODELS = {
+    "row_norms": row_norms,
+    "gated": gated,
+    "across": across,
+    "key_groups": key_groups,
+    "windows_with_dropout": lambda: zoo_models.swin(attn_drop_rate=0.2),
+}
+
+
+def compared(names: list[str], is_by_features: bool = False) -> dict[str, str]:
+    """Compare losses (or outputs) and gradients with those of the plain models; return the differences.
+
+    Args:
+        names: The models.
+        is_by_features: Whether layers are split along their features or heads where they can be, not along the batch.
+    """
     differences = {}
     for name in names:
         flow.manual_seed(0)  # the same model and examples on every rank
-        differences[name] = _difference(*getattr(zoo_models, name)())
+        make = OWN_MODELS.get(name) or getattr(zoo_models, name)
+        differences[name] = _difference(*make(), is_by_features=is_by_features)
     return differences
 
 
-def _difference(module: Any, inputs: Any) -> str:
+def _difference(module: Any, inputs: Any, is_by_features: bool) -> str:
     graph = extract(module, inputs)
-    strategy = data_parallel((flow.env.get_world_size(),))
-    strategies = {layer.name: strategy for layer in graph.layers}
+    size = flow.env.get_world_size()
+    strategies = {layer.name: data_parallel((size,)) for layer in graph.layers}
+    if is_by_features:
+        tied = [(layer.name, p.tied_to) for layer in graph.layers for p in layer.parameters if p.tied_to]
+        shared = {name for names in tied for name in names}
+        by_features = Strategy(((1, size, 1),))
+        strategies |= {
+            layer.name: by_features
+            for layer in graph.layers
+            # A table and a product that share a weight are not divided in the same way.
+            if by_features.divides(layer) and (layer.kind == "attention" or layer.name not in shared)
+        }
+    divided = [layer for layer in graph.layers if layer.kind == "attention" and strategies[layer.name].p1 == size]
+    if is_by_features and not divided:
+        return "no attention is divided by heads"
     workload = Workload(len(inputs[0]), len(inputs[0]), "float32")
     applied = AppliedModule(module, graph, strategies, workload, check=True)
     rng = np.random.default_rng(0)

@@ -15,6 +15,8 @@ from autoddl.pipelines.runtime.parameters import ParameterGroup, StoredParameter
 from autoddl.pipelines.runtime.shards import attach_weights
 from autoddl.pipelines.runtime.stepping import Ranks
 
+from .passes import PASSES
+
 Tensor = Any
 
 
@@ -95,7 +97,7 @@ def checkpoint_block(block: Any, x: Tensor, *arguments: Any) -> Tensor:
             for layer in layers:
                 layer.given = None
 
-    return checkpoint(run, x, *itertools.chain.from_iterable(weights))
+    return checkpoint(PASSES.bound(run), x, *itertools.chain.from_iterable(weights))
 
 
 def renew_parameters(model: Any) -> None:

@@ -30,6 +30,7 @@ from autoddl.pipelines.schedule import ScheduleFrame
 
 from .given import BACKEND, JOB_RANK, RANKS, WORKER, WORKERS
 from .parameters import all_parameters
+from .passes import PASSES
 from .training import load_plain_state, plain_state
 
 Tensor = Any
@@ -77,7 +78,7 @@ class StageReplica(NamedTuple):
 
     Attributes:
         module: the stage.
-        stored: the parameters of the module.
+        stored: the trained parameters of the module.
         weights: versions and gradients of the parameters.
     """
 
@@ -94,6 +95,9 @@ class ModuleStages(SlotStages):
         boundaries: the tensors between consecutive stages.
         data: inputs and targets of the micro-batches.
         sums: sums of gradients over ranks.
+
+    Attributes:
+        first_slot: number, over all runs, of the first slot of the present run.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class ModuleStages(SlotStages):
         ]
         super().__init__(tensors, data, sums, reports=RANKS.rank == 0)
         self._replicas, self._between = replicas, boundaries
+        self.first_slot = 0
 
     def stage_function(self, run: Run, weights: Sequence[Tensor]) -> Callable[[Any, int], Tensor]:
         """Return the function that computes a task's stage for one slot, with the given weights."""
@@ -118,12 +123,15 @@ class ModuleStages(SlotStages):
         stage = run.task.stage
 
         def compute(x: Any, slot: int) -> Tensor:
-            inputs = self.data.rows(slot, 0)
+            arguments = self.data.arrays(slot)
+            PASSES.step = self.first_slot + slot + 1
             if stage and self._between[stage - 1].shares_samples:  # rows of all samples arrive
                 entry = self._between[stage - 1]
-                samples = max(len(inputs) // prod(axis.size for axis in entry.consumer_layout.axes(0)), 1)
+                samples = max(len(arguments[0]) // prod(axis.size for axis in entry.consumer_layout.axes(0)), 1)
                 x = images_of(x, samples) if entry.is_image else x.reshape(samples, -1, x.shape[2])
-            y = replica.module(x, inputs, self.data.rows(slot, 1))
+            y = replica.module(x, *arguments)
+            if flow.is_grad_enabled() and not y.requires_grad:
+                y.requires_grad_(True)  # a frozen first stage: its backward pass ends at this tensor
             if stage == len(self._between) or not self._between[stage].shares_samples:
                 return y
             exit_ = self._between[stage]
@@ -179,7 +187,7 @@ class Pipeline:
             for boundary in boundaries
         ]
         reader = WorkerWords(schedule, slots_per_micro_batch, WORKERS, crossings, joint_stages)
-        self.schedule = schedule
+        self.schedule, self.slots_per_micro_batch = schedule, slots_per_micro_batch
         self.program = reader.program(instructions[WORKER], WORKER, JOB_RANK)
         self.replicas = {
             (pipeline, stage): make_replica(stages[stage](), optimizer, learning_rate)
@@ -207,6 +215,7 @@ class Pipeline:
         """
         self.stages.data.batch = batches
         self.report = execute(self.program, self.work, Transport(BACKEND))
+        self.stages.first_slot += self.schedule.num_micro_batches * self.slots_per_micro_batch
         # In two rows: the loss of each update, and whether any stage skipped it.
         rows = np.zeros((2, self.schedule.num_updates), np.float32)
         for number, loss in self.report.losses.items():
@@ -224,7 +233,7 @@ class Pipeline:
 
 def make_replica(module: Any, optimizer: str, learning_rate: float) -> StageReplica:
     """Return a stage with an optimizer of its weights."""
-    stored = all_parameters(module)
+    stored = [parameter for parameter in all_parameters(module) if parameter.tensor.requires_grad]
     names = [parameter.layout.name for parameter in stored]
     layouts = [parameter.layout for parameter in stored]
     weights = WeightVersions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from autoddl.pipelines.runtime.backend import HOST
 from autoddl.pipelines.runtime.facts import module_at
 
 from .parameters import all_parameters
+from .passes import PASSES
+
+Drawing = Callable[[Sequence[Any]], Any]
+"""Returns a context in which the plain model draws the numbers of some training passes; None is a pass outside of training."""
 
 
 def plain_model(file: str, function: str) -> tuple[Any, tuple[Any, ...]]:
@@ -49,7 +53,14 @@ def plain_model(file: str, function: str) -> tuple[Any, tuple[Any, ...]]:
     return model, tuple(tensor.numpy() for tensor in inputs)
 
 
-def take_plain_values(model: Any, plain: Any, is_whole: bool = True) -> None:
+def stage_of_plain(stage: Callable[[Any], Any], plain: Any) -> Any:
+    """Make a stage of a pipeline with the values of the plain model."""
+    module = stage(plain)
+    take_plain_values(module, plain, is_whole=False)
+    return module
+
+
+def take_plain_values(model: Any, plain: Any, is_whole: bool = True, unused: Sequence[str] = ()) -> None:
     """Set the parameters of the annotated model to the values of the plain model.
 
     Parameters that the plain model freezes (``requires_grad=False``) are frozen in the annotated model too.
@@ -57,16 +68,15 @@ def take_plain_values(model: Any, plain: Any, is_whole: bool = True) -> None:
     Args:
         model: the annotated model, or one stage of it.
         plain: the plain model.
-        is_whole: whether ``model`` has all parameters. A stage of a pipeline has some of them, and trains all of these.
+        is_whole: whether ``model`` has all parameters; a stage of a pipeline has some of them.
+        unused: names of parameters of the plain model that nothing reads.
 
     Raises:
-        ValueError: the parameters of the two models differ in name or shape, or a stage would have to freeze a parameter.
+        ValueError: the parameters of the two models differ in name or shape.
     """
     unused_names = {}  # by the id of the tensor: a shared parameter has several names
     for name, tensor in plain.named_parameters():
         unused_names[id(tensor)] = name
-        if not (is_whole or tensor.requires_grad):
-            raise ValueError(f"{name} is frozen (requires_grad is False), which pipelines cannot keep")
     for stored in all_parameters(model):
         parts = []
         for name, rows in stored.layout.sources:
@@ -80,8 +90,10 @@ def take_plain_values(model: Any, plain: Any, is_whole: bool = True) -> None:
             unused_names.pop(id(tensor), None)
             parts.append(tensor.detach().numpy())
             stored.tensor.requires_grad_(stored.tensor.requires_grad and tensor.requires_grad)
+        if stored.leaf is not None:
+            stored.leaf.requires_grad_(stored.tensor.requires_grad)
         stored.assign(np.concatenate(parts))
-    for name in unused_names.values() if is_whole else ():
+    for name in set(unused_names.values()) - set(unused) if is_whole else ():
         raise ValueError(f"the plain model has the parameter {name}, which this file was not made for")
 
 
@@ -100,7 +112,13 @@ def inputs_and_targets(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, np.nd
 
 
 def check_against_plain(
-    model: Any, plain: Any, samples: Sequence[np.ndarray], tolerance: float = 1e-4, reads_all: bool = False
+    model: Any,
+    plain: Any,
+    samples: Sequence[np.ndarray],
+    tolerance: float = 1e-4,
+    reads_all: bool = False,
+    drawing: Drawing | None = None,
+    in_training: bool = False,
 ) -> None:
     """Check that the annotated model computes the same loss as the plain model.
 
@@ -110,17 +128,21 @@ def check_against_plain(
         samples: the inputs and targets of a micro-batch.
         tolerance: largest relative difference of the two losses.
         reads_all: whether the annotated model gets all arguments of the plain model, not only the first and the last.
+        drawing: lets the plain model draw the random numbers of the annotated one, if there are any.
+        in_training: whether the two are compared in training, which the annotated model was made of; if the plain model trains.
 
     Raises:
         ValueError: the two losses differ.
     """
     was_training = plain.training
-    plain.eval()
-    model.eval()
+    is_training = in_training and was_training
+    plain.train(is_training)
+    model.train(is_training)
     with flow.no_grad():
         loss = float(model(*(samples if reads_all else inputs_and_targets(samples))).numpy())
         try:
-            expected = float(plain(*map(HOST.tensor, samples)).numpy())
+            with drawing([1 if is_training else None]) if drawing else flow.no_grad():
+                expected = loss_in(plain(*map(HOST.tensor, samples)))
         except RuntimeError as error:
             # OneFlow 0.9.0 runs recurrent modules on the first rank of a CPU job alone.
             if flow.env.get_rank() == 0 or "to be on the same device" not in str(error):
@@ -128,14 +150,40 @@ def check_against_plain(
             expected = loss
     plain.train(was_training)
     model.train(was_training)
+    PASSES.restart()
     check_loss(loss, expected, tolerance)
 
 
-def plain_loss(plain: Any, batches: Sequence[Sequence[np.ndarray]]) -> float:
-    """Return the plain model's loss, averaged over some micro-batches."""
-    with flow.no_grad():
-        losses = [float(plain(*map(HOST.tensor, samples)).numpy()) for samples in batches]
+def plain_loss(
+    plain: Any, batches: Sequence[Sequence[np.ndarray]], drawing: Drawing | None = None, slots: int = 1
+) -> float | None:
+    """Return the plain model's loss, averaged over some micro-batches; None if OneFlow cannot run it on this rank.
+
+    Args:
+        batches: the micro-batches, in the order of the training passes.
+        drawing: lets the plain model draw the random numbers of the pipeline.
+        slots: number of passes of a micro-batch.
+    """
+    losses = []
+    for number, samples in enumerate(batches):
+        steps = range(number * slots + 1, (number + 1) * slots + 1)
+        try:
+            with flow.no_grad(), drawing(steps) if drawing else flow.no_grad():
+                losses.append(loss_in(plain(*map(HOST.tensor, samples))))
+        except RuntimeError as error:
+            # OneFlow 0.9.0 runs recurrent modules on the first rank of a CPU job alone.
+            if flow.env.get_rank() == 0 or "to be on the same device" not in str(error):
+                raise
+            return None
     return sum(losses) / len(losses)
+
+
+def loss_in(returned: Any) -> float:
+    """Return the loss among the values that a model returns: the first single number."""
+    values = returned.values() if isinstance(returned, dict) else returned
+    if isinstance(values, flow.Tensor):
+        return float(values.numpy())
+    return float(next(value for value in values if isinstance(value, flow.Tensor) and value.numel() == 1).numpy())
 
 
 def check_loss(loss: float, expected: float, tolerance: float = 1e-4) -> None:

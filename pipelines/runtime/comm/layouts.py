@@ -40,6 +40,7 @@ import numpy as np
 from autoddl.costmodel.distribution import Axis, canonical_axes, flat_coordinate
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.epilogue import GATES
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy, copy_axes, expert_axes, layout_levels, mesh_axes, shard_axes
 
@@ -679,7 +680,7 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
     readers = [graph[target] for source, target in graph.edges if source == layer.name]
     groups = [(reader, kind_of(reader.kind).input_groups(reader)) for reader in readers]
     grouped = [(reader, found) for reader, found in groups if found is not None]
-    if "mul" in layer.epilogue:
+    if GATES & set(layer.epilogue):
         num_groups, sections = out_features // 2, (out_features // 2,) * 2
     elif grouped and len(graph.inputs(grouped[0][0].name)) == 1:
         if len(readers) > 1:

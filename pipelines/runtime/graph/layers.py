@@ -27,7 +27,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.graph_meshes import FEATURES, GraphMesh
 from autoddl.costmodel.kinds.attention import head_sections
-from autoddl.costmodel.kinds.epilogue import LOSSES
+from autoddl.costmodel.kinds.epilogue import GATES, LOSSES
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
 
@@ -158,7 +158,7 @@ def _own(module: str = "") -> str:
 def _epilogue(context: _Context, names: Sequence[str]) -> tuple[dict[str, Call], list[Call], tuple[str, ...]]:
     """Return the modules and calls of the element-wise operations after a layer, and the names of their results.
 
-    A gate (``mul``) multiplies its two sections; the operations before it apply to the gate.
+    A gate (``mul``, ``mul_last``) multiplies its two sections; the operations before it apply to the gate.
 
     Args:
         context: The layer.
@@ -167,14 +167,16 @@ def _epilogue(context: _Context, names: Sequence[str]) -> tuple[dict[str, Call],
     modules: dict[str, Call] = {}
     calls: list[Call] = []
     operations = [operation for operation in context.layer.epilogue if operation not in LOSSES]
-    if "mul" in operations:
+    # The names of the results are those of the two halves, in this order.
+    halves = ("gate", "factor") if "mul" in operations else ("factor", "gate")
+    if GATES & set(operations):
         assert len(names) == 2, names
         names = ("x",)
-        calls.append(Call("", (Name("gate"),), result=("x",)))
+        calls.append(Call("", (Name(halves[0]),), result=("x",)))
     numbers: Iterator[int] = iter(range(len(operations)))
     for operation in operations:
-        if operation == "mul":
-            calls.append(Call("multiply", (X, Name("factor"))))
+        if operation in GATES:
+            calls.append(Call("multiply", (X, Name(halves[1]))))
         elif operation == "dropout":
             number = next(numbers)
             dropout = context.read(context.fact("dropout", "dropout_of", context.layer.name, number))
@@ -299,6 +301,11 @@ def _norm(context: _Context) -> GlobalLayer:
 
 def _attention(context: _Context) -> GlobalLayer:
     layer, attributes, producers = context.layer, context.layer.attributes, context.producers
+    if layer.scores is not None or "key_rows" in attributes:
+        raise UserError(
+            f"{layer.describe()}: the graph executor runs attention whose scores nothing but a causal mask changes; "
+            "use the eager executor"
+        )
     check_attention(layer)
     kinds = [kind_of(context.graph[name].kind) for name in producers]
     if len(producers) not in (1, 3) or (len(producers) == 1 and not kinds[0].follows_groups):

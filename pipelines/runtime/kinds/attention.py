@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.kinds.attention import head_sections, key_slices
+from autoddl.costmodel.kinds.attention import head_sections, is_changed, key_slices
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layer import Layer
 
+from ..replay.statements import score_calls, weight_name
 from ..statements import ALL_STEPS, RANKS, Call, LayerContext, LayerProgram, Name, Statement, X
 
 __all__ = ["check_attention", "program"]
@@ -34,9 +36,15 @@ def program(context: LayerContext) -> LayerProgram:
             f"{layer.describe()}: reads {len(producers)} tensors, should read q, k and v or all of them in one"
         )
     statements: list[Statement] = []
-    if len(producers) == 3:
+    is_across = "key_rows" in attributes
+    if is_across and len(producers) != 3:
+        raise UserError(
+            f"{layer.describe()}: attention to other rows is executed on ranks if it reads queries, keys and values; "
+            f"it reads {len(producers)} tensors, and is priced only"
+        )
+    if len(producers) == 3 and not is_across:
         statements.append(Call("concat_heads", ([X, Name("input_1"), Name("input_2")],), {"groups": num_groups}))
-    elif not is_grouped:
+    elif not is_grouped and not is_across:
         if num_parts > 1:
             raise UserError(
                 f"{layer.describe()}: it reads {producers[0]!r}, whose features cannot be split into heads; "
@@ -44,25 +52,23 @@ def program(context: LayerContext) -> LayerProgram:
             )
         statements.append(Call("flow.split", (X, list(sections)), {"dim": 2}, ("parts",)))
         statements.append(Call("concat_heads", (Name("parts"),), {"groups": num_groups}))
-    options: dict[str, Any] = {
-        "groups": kv_heads,
-        "group_heads": heads // kv_heads,
-        "head_dim": attributes["head_dim"],
-        "causal": bool(attributes["causal"]),
-        "theta": context.fact("theta", "rotary_base_of"),
-        **({"window": attributes["window"]} if "window" in attributes else {}),
-    }
-    if kind_of(layer.kind).drops_elements(layer):
+    sizes = {"groups": kv_heads, "group_heads": heads // kv_heads, "head_dim": attributes["head_dim"]}
+    options: dict[str, Any] = {**sizes, "theta": context.fact("theta", "rotary_base_of")}
+    if is_dropped := kind_of(layer.kind).drops_elements(layer):
         dropout = context.fact("dropout", "dropout_of", layer.name, -1, *layer.dropouts[-1:])
         arguments = (dropout, Name("step"), RANKS, context.layout, Name("num_samples"), layer.rows, attributes["heads"])
-        statements.append(Call("bind_dropout", arguments, result=("drop",)))
+        further = {name: attributes[name] for name in ("windows", "key_rows") if name in attributes}
+        statements.append(Call("bind_dropout", arguments, further, result=("drop",)))
         options["drop"] = Name("drop")
-    elif context.attention == "fused":
-        options["is_fused"] = True
-    if slices > 1:
+    if slices > 1 and not is_across:
         options["slices"] = slices
     if context.strategy.key_copies:
         options["copy_axes"] = list(context.strategy.key_copy_axes)
+    if layer.scores is not None or is_across:
+        return _with_changed_scores(context, statements, options)
+    options["causal"] = bool(attributes["causal"])
+    options |= {"window": attributes["window"]} if "window" in attributes else {}
+    options |= {"is_fused": True} if context.attention == "fused" and not is_dropped else {}
     if context.strategy.positions:
         options |= {"way": context.strategy.sequence, "axes": list(context.strategy.position_axes)}
     options |= context.order
@@ -71,15 +77,34 @@ def program(context: LayerContext) -> LayerProgram:
     return LayerProgram((), tuple(statements))
 
 
+def _with_changed_scores(
+    context: LayerContext, statements: Sequence[Statement], options: Mapping[str, Any]
+) -> LayerProgram:
+    """Return the program of attention whose scores a traced model changes, given the statements that make its input."""
+    layer, attributes = context.layer, context.layer.attributes
+    before, changes = ([], []) if layer.scores is None else score_calls(context, layer.scores, attributes["heads"])
+    others = ["input_1", "input_2"] if "key_rows" in attributes else []
+    options = {
+        **options,
+        **({"changes": changes} if changes else {}),
+        **({"others": list(map(Name, others))} if others else {}),
+        **({"windows": attributes["windows"]} if "windows" in attributes else {}),
+    }
+    call = Call("attend_changed", (X, RANKS), options, num_steps=ALL_STEPS, computes=True)
+    kept = ("x", *others, *(name.text for _, name, _ in changes))
+    weights = tuple(weight_name(i) for i in range(len(layer.parameters)))
+    return LayerProgram(weights, (*statements, *before, *context.recomputable(kept, [call])))
+
+
 def check_attention(layer: Layer) -> None:
     """Check that ranks have a program for the layer.
 
     Raises:
-        UserError: It is cross attention, or it has parameters of its own.
+        UserError: It has parameters of its own that do not change its scores, or what changes its scores is not known.
     """
-    if "key_rows" in layer.attributes:
-        raise UserError(f"{layer.describe()}: cross attention is priced, but not executed on ranks")
-    if layer.parameters:
+    if is_changed(layer) and layer.scores is None:
+        raise UserError(f"{layer.describe()}: its scores are changed, and the graph does not say how")
+    if layer.parameters and layer.scores is None:
         raise UserError(
             f"{layer.describe()}: attention with parameters, such as {layer.parameters[0].name}, "
             "is priced, but not executed on ranks"

@@ -46,9 +46,11 @@ __all__ = [
     "own_samples",
     "packed",
     "packed_data",
+    "repeat_elements",
     "scalar",
     "share_whole",
     "sparse_entropy",
+    "stopped",
     "sum_samples",
     "take",
     "top_places",
@@ -239,6 +241,20 @@ def one_hot(x: Tensor, depth: int, on: float, off: float, dtype: str, ranks: Ran
 def identity(x: Tensor) -> Tensor:
     """Return ``x``."""
     return x
+
+
+def stopped(x: Tensor) -> Tensor:
+    """Return a tensor whose gradient is zero."""
+    if not x.requires_grad:
+        return x
+    return _Function.apply("stopped", lambda ctx, t: t.clone(), lambda ctx, dy: flow.zeros_like(dy), x)
+
+
+def repeat_elements(x: Tensor, repeats: int, dim: int) -> Tensor:
+    """Repeat each element of a dimension."""
+    shape = list(x.shape)
+    wide = x.unsqueeze(dim + 1).expand(*shape[: dim + 1], repeats, *shape[dim + 1 :])
+    return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -271,6 +271,8 @@ _MAKERS: dict[str, Maker] = {
     "transpose": lambda op: Call("flow.permute", (op(), op.get("perm"))),
     "squeeze": lambda op: Call("flow.squeeze", (op(), op.get("axes"))),
     "expand_dims": lambda op: Call("flow.unsqueeze", (op(), op.get("axis"))),
+    "detach": lambda op: Call("stopped", (op(),)),
+    "repeat_elements": lambda op: Call("repeat_elements", (op(), op.get("repeats"), op.get("dim"))),
     "expand": lambda op: Call("expand", (op(), op.get("expand_shape"))),
     "concat": lambda op: Call("flow.cat", (op.every("in"),), {"dim": op.get("axis")}),
     "stack": lambda op: Call("flow.stack", (op.every("in"),), {"dim": op.get("axis")}),

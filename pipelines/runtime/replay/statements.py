@@ -14,7 +14,7 @@ from autoddl.costmodel.program import CROSSINGS, Program, Scaled, Source, Traced
 from ..statements import RANKS, Call, Fact, LayerContext, Name, Size
 from .operators import RANDOM, operator_call
 
-__all__ = ["feed_calls", "program_calls", "weight_name"]
+__all__ = ["feed_calls", "program_calls", "score_calls", "weight_name"]
 
 #: Variables with the numbers of samples: those of this rank, and those of all ranks.
 OWN_SAMPLES, ALL_SAMPLES = "own_samples_count", "num_samples"
@@ -41,6 +41,36 @@ def program_calls(context: LayerContext, program: Program, rows: int) -> list[Ca
     names = [Name(result.variable) for result in program.results]
     outers = [max(result.outer, 1) for result in program.results]
     return [*calls, Call("packed", (names, outers, Name(OWN_SAMPLES), rows))]
+
+
+def score_calls(context: LayerContext, program: Program, heads: int) -> tuple[list[Call], list[list[Any]]]:
+    """Return the calls that compute what changes the scores of attention, and the option ``changes`` of `attend_changed`.
+
+    Args:
+        context: The layer and its strategy.
+        program: The program.
+        heads: Query heads of all ranks.
+    """
+    maker, calls = _Maker(context), []
+    tables = {}
+    if context.layout.num_parts > 1:
+        for source in program.sources:
+            if source.origin == "parameter":
+                tables[source.variable] = f"table_{source.index}"
+                arguments = (Name(source.variable), context.layout, heads, RANKS)
+                calls.append(Call("among_zeros", arguments, result=(tables[source.variable],)))
+    calls += [maker.source(source) for source in program.sources if source.origin != "parameter"]
+    for call in program.calls:
+        named = {key: tuple(tables.get(name, name) for name in names) for key, names in call.arguments.items()}
+        calls.append(maker.call(replace(call, arguments=named)))
+    changes: list[list[Any]] = []
+    for number, result in enumerate(program.results):
+        variable = tables.get(result.variable, result.variable)
+        shape = _sized(list(result.shape), is_whole=False)
+        of_all = (Name(variable), shape, context.layout, heads, RANKS)
+        calls.append(Call("own_heads", of_all, result=(f"change_{number}",)))
+        changes.append([result.role, Name(f"change_{number}"), result.value])
+    return calls, changes
 
 
 def feed_calls(program: Program) -> list[Call]:
@@ -126,7 +156,9 @@ class _Maker:
         statistics = Fact("statistics", "running_statistics", traced.path, (channels,))
         training = Name("training") if traced.attributes.get("training") else False
         arguments = (names["x"], names.get("gamma"), names.get("beta"), statistics, self._layout, RANKS, training)
-        return Call("normalise_batch", arguments, result=results)
+        if not traced.is_synchronised:
+            return Call("normalise_batch", arguments, result=results)
+        return Call("normalise_batch", arguments, {"synchronised": True}, result=results, num_steps=len(self._axes))
 
 
 def _sized(value: Any, is_whole: bool) -> Any:

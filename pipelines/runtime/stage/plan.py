@@ -30,6 +30,7 @@ __all__ = [
     "is_mirrored",
     "local_shape",
     "moved_tensor",
+    "norm_parts",
     "source_layer",
     "stage_plan",
     "stored_rows",
@@ -274,3 +275,17 @@ def local_shape(rows: int, strategy: Strategy, samples: int) -> tuple[int, int]:
     p0 = strategy.p0
     # A part of an image is one row, as a whole one is.
     return (samples // p0, rows) if p0 <= samples else (1, max(samples * rows // p0, 1))
+
+
+def norm_parts(graph: LayerGraph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[int, int]]:
+    """Return how ranks divide the samples of batch norms, by path: number of parts, and how many lie side by side in an image."""
+    parts = {}
+    for layer in graph.layers:
+        strategy = strategies[layer.name]
+        if layer.kind == "batch_norm":
+            parts[layer.modules[0]] = (1, 1) if layer.attributes["synchronised"] else (strategy.p0, strategy.tiles[1])
+        calls = () if layer.program is None else layer.program.calls
+        for call in calls:
+            if call.kind == "normalization":
+                parts[call.path] = (1 if call.is_whole or call.is_synchronised else strategy.p0, 1)
+    return parts

@@ -179,8 +179,8 @@ class Stage:
     @property
     def reads_arguments(self) -> bool:
         """Whether a layer of the stage reads an argument of the model."""
-        programs = (ready.layer.program for ready in self.layers)
-        return bool(self.feeds) or self._reads_targets or any(p is not None and p.reads_data for p in programs)
+        programs = (program for ready in self.layers for program in ready.layer.programs)
+        return bool(self.feeds) or self._reads_targets or any(program.reads_data for program in programs)
 
     @property
     def _reads_targets(self) -> bool:

@@ -1,0 +1,77 @@
+"""What a trace says of a module: its own classes, lists of parameters, and where gradients end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autoddl.extraction import extract
+from autoddl.pipelines.runtime.load import is_available, load_oneflow
+
+available = is_available()
+pytestmark = pytest.mark.skipif(not available, reason=available.reason)
+
+
+def module_of(forward: Any, **parts: Any) -> Any:
+    """A module with these parts."""
+    flow: Any = load_oneflow()
+
+    class Model(flow.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            for name, part in parts.items():
+                setattr(self, name, part)
+
+        def forward(self, x: Any) -> Any:
+            return forward(self, x)
+
+    return Model()
+
+
+def test_parts_are_instances_of_their_classes():
+    """A forward pass that looks at the classes of its parts, as HRNet does, and the classes are as before afterwards."""
+    nn: Any = load_oneflow().nn
+    seen = []
+
+    def forward(model, x):
+        seen.append([isinstance(part, nn.Linear) for part in (model.first, model.last)])
+        return model.first(x) if isinstance(model.last, nn.Identity) else model.last(x)
+
+    model = module_of(forward, first=nn.Linear(8, 4), last=nn.Identity())
+    assert [layer.name for layer in extract(model, (load_oneflow().zeros(4, 8),)).layers] == ["first"]
+    assert seen and all(kinds == [True, False] for kinds in seen)
+    assert type(model.last) is nn.Identity
+
+
+def test_lists_of_parameters_are_tensors():
+    flow: Any = load_oneflow()
+
+    def forward(model, x):
+        for weight in model.weights:
+            x = x + flow.matmul(x, weight)
+        return x
+
+    model = module_of(forward, weights=flow.nn.ParameterList([flow.nn.Parameter(flow.randn(8, 8)) for _ in range(2)]))
+    graph = extract(model, (flow.zeros(4, 8),))
+    assert {p.name for layer in graph.layers for p in layer.parameters} == {"weights.0", "weights.1"}
+
+
+def test_gradients_end_where_a_model_ends_them():
+    """At ``detach()``, and at the results of ``no_grad()`` that are read outside; integers have no gradients."""
+    flow: Any = load_oneflow()
+
+    def forward(model, x):
+        y = model.layer(x)
+        with flow.no_grad():
+            scale = (y * y).sum(dim=1, keepdim=True)
+            inside = scale + 1
+        places = y.argmax(dim=1).detach()
+        return (y / inside + y.detach()) * places.unsqueeze(1)
+
+    graph = extract(module_of(forward, layer=flow.nn.Linear(8, 8)), (flow.zeros(4, 8),))
+    kinds = [call.kind for layer in graph.layers if layer.program for call in layer.program.calls]
+    assert kinds.count("detach") == 2 and "hardtanh" not in kinds and "constant" not in kinds
+    assert flow.ones(2, requires_grad=True).detach().requires_grad is False  # OneFlow is as it was
+    with flow.no_grad():
+        assert not (2 * flow.ones(2, requires_grad=True)).requires_grad
