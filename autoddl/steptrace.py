@@ -177,7 +177,7 @@ class StepTrace:
                 total = totals[key]
                 total[int(span.kind == "waiting")] += span.seconds
                 total[2] += span.dispatch_s
-                total[3] += span.step.mean_sent_bytes if span.step is not None else 0.0
+                total[3] += span.what.sent_bytes if span.what is not None else 0.0
         return {
             key: tuple(value / len(holders[key]) for value in total)  # type: ignore[misc]
             for key, total in totals.items()
@@ -223,10 +223,9 @@ def _events(rank: int, span: Span) -> list[dict[str, Any]]:
     """The bar of a span, and that of its dispatch."""
     arguments: dict[str, Any] = {"layer": span.layer}
     name = " ".join(filter(None, [span.layer, span.phase]))
-    if span.step is not None:
-        step = span.step
-        name = f"{step.collective.value} {name}"
-        arguments.update(ranks=step.axis.size, stride=step.axis.stride, sent_bytes=step.sent_bytes)
+    if span.what is not None:
+        name = f"{span.what.collective} {name}"
+        arguments.update(ranks=span.what.size, stride=span.what.stride, sent_bytes=span.what.sent_bytes)
     category = span.phase if span.kind == "computation" else f"{span.phase} {span.kind}"
     bar: Mapping[str, Any] = {"name": name, "cat": category, "ph": "X", "pid": rank, "args": arguments}
     times = {"ts": span.start * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS}

@@ -26,8 +26,6 @@ __all__ = ["LOOPBACK", "NCCL", "Hosts", "cores_of_ranks", "exchange", "exchange_
 LOOPBACK, NCCL = "loopback", "NCCL"
 #: Number of cores of a host that are distinguished.
 _MAX_CORES = 1024
-#: Bytes of a text that ranks exchange.
-_TEXT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,10 @@ def exchange(values: np.ndarray) -> np.ndarray:
 
 
 def exchange_texts(text: str) -> list[str]:
-    """The texts of all ranks, cut to 64 bytes; every rank calls."""
-    data = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.int64)
+    """The texts of all ranks; every rank calls."""
+    own = text.encode()
+    num_bytes = int(exchange(np.array([len(own)])).max())
+    data = np.frombuffer(own.ljust(-(-max(1, num_bytes) // 8) * 8, b"\0"), dtype=np.int64)
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in exchange(data)]
 
 

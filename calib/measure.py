@@ -50,6 +50,8 @@ DISTURBED = 0.05
 #: Weight of a disturbed repetition.
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
+#: Turn of settings that have samples: after those that have none.
+_MEASURED = 3
 #: An operation that takes longer needs one call to warm up [s].
 _LONG_S = 0.02
 
@@ -102,7 +104,7 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
     while True:
         order = [i for i, level in enumerate(levels) if level is not None and done[i] < options.repetitions]
         shuffler.shuffle(order)
-        order.sort(key=lambda i: precedence[i] if not done[i] else 0)
+        order.sort(key=lambda i: precedence[i] if not done[i] else _MEASURED)
         if not order:
             return sum(numbers), False
         while order:
@@ -123,7 +125,7 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
 
 
 def _precedence(settings: Sequence[TimedSetting]) -> list[int]:
-    """When each setting has its turn among those that were not measured yet, the lowest first.
+    """When each setting has its turn among those that were not measured yet, the lowest first; all are less than `_MEASURED`.
 
     The smallest and the largest size of every collective come before those between them: they tell latency from bandwidth, if the
     budget is used up within the first round.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import statistics
 import sys
 import time
@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from autoddl.costmodel.devices import CPU
+from autoddl.calib.hosts import exchange_texts
 from autoddl.costmodel.writing import write_document
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.pipeline.training import Traced
+from autoddl.pipelines.spans import Recorded
 
 from ..steptrace import TRACE_VARIABLE, StepTrace
 from ..text.steptrace import trace_text
@@ -71,34 +70,12 @@ class StepTracer:
 
     def _write(self, own: Traced) -> None:
         """Write what all ranks recorded; all ranks call."""
-        traced = tuple(_all_gathered(own))
+        document = {"recorded": own.recorded.document(), "step_s": own.step_s}
+        documents = map(json.loads, exchange_texts(json.dumps(document)))
+        traced = tuple(Traced(Recorded.of(each["recorded"]), each["step_s"]) for each in documents)
         if load_oneflow().env.get_rank():
             return
         trace = StepTrace(self._plan, self._schedule, traced)
         write_document(self._path, trace.document())
         sys.stdout.write(f"{trace_text(trace)}\n")
         sys.stdout.flush()
-
-
-def _all_gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order; all ranks of the job call."""
-    flow = load_oneflow()
-    rank, num_ranks = flow.env.get_rank(), flow.env.get_world_size()
-    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-    if num_ranks == 1:
-        return [value]
-    sizes = _sum_over_ranks(data.size * (np.arange(num_ranks) == rank))
-    # All-gather as a sum: each rank fills its own row of a table of zeros, four bytes in an element.
-    table = np.zeros((num_ranks, -(-max(sizes) // 4) * 4), dtype=np.uint8)
-    table[rank, : data.size] = data
-    rows = _sum_over_ranks(table.view(np.int32)).astype(np.int32).view(np.uint8)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]  # of ranks of this job
-
-
-def _sum_over_ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the sum of integer arrays over all ranks of the job, on each of them."""
-    flow = load_oneflow()
-    tensor = flow.tensor(np.ascontiguousarray(values), device=CPU)
-    flow.comm.all_reduce(tensor)
-    result: np.ndarray[Any, Any] = tensor.numpy()
-    return result

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from autoddl.costmodel.collectives import Step
 
 from ..schedule import Kind
-from ..spans import Recorded, Span
+from ..spans import Communication, Recorded, Span
 from .detaching import detached
 from .load import load_oneflow
 from .pipeline.waiting import wait_for
@@ -155,50 +155,32 @@ class Recorder:
 
     # ---- Communication -----------------------------------------------------------------------------------------------
 
-    def communicate(self, step: Step, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run a communication step and record it, and its adjoint in the backward pass."""
-        if step.axis.size == 1:
+    def communicate(self, steps: Sequence[Step], run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run communication that consists of some steps and record it, and its adjoint in the backward pass."""
+        if all(step.axis.size == 1 for step in steps):
             return run(x)
-        layer = self._layer
-        begun = [0.0]
+        layer, begun = self._layer, 0.0
 
-        def begin(t: Tensor) -> None:
+        def begin(t: Tensor) -> Tensor:
+            nonlocal begun
             self.cut(t)
-            begun[0] = time.monotonic()
+            begun = time.monotonic()
+            return detached(t)
 
-        def end(t: Tensor, ran: Step) -> None:
+        def end(t: Tensor, what: Communication) -> Tensor:
             launched = time.monotonic()
             finished = _wait(t)
-            phase = self._phase
-            self.spans.append(Span("communication", layer, phase, begun[0], finished, launched, ran))
+            self.spans.append(Span("communication", layer, self._phase, begun, finished, launched, what))
             if self._since is not None:
                 self._since = finished
+            return detached(t)
 
+        there = Communication.of(steps)
         if not (x.requires_grad and flow.is_grad_enabled()):
-            begin(x)
-            layer = self._layer
-            y = run(x)
-            end(y, step)
-            return y
-
-        def before(ctx: Any, t: Tensor) -> Tensor:
-            begin(t)
-            return detached(t)
-
-        def after(ctx: Any, t: Tensor) -> Tensor:
-            end(t, step)
-            return detached(t)
-
-        def after_backward(ctx: Any, dx: Tensor) -> Tensor:
-            end(dx, step.adjoint())
-            return detached(dx)
-
-        def before_backward(ctx: Any, dy: Tensor) -> Tensor:
-            begin(dy)
-            return detached(dy)
-
-        x = _Function.apply("record_begin", before, after_backward, x)
-        return _Function.apply("record_end", after, before_backward, run(x))
+            return end(run(begin(x)), there)
+        back = Communication.of([step.adjoint() for step in steps])
+        x = _Function.apply("record_begin", lambda ctx, t: begin(t), lambda ctx, dx: end(dx, back), x)
+        return _Function.apply("record_end", lambda ctx, t: end(t, there), lambda ctx, dy: begin(dy), run(x))
 
 
 def _wait(tensor: Tensor | None) -> float:

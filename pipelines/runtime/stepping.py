@@ -73,30 +73,32 @@ class Ranks:
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
         """S(dim) -> B: each rank sends (p - 1) / p of the output."""
-        return all_gather(self._before_collective(x, "all-gather", axis, axis.size), self.axis(axis), dim)
+        return self._communicate(lambda t: all_gather(t, self.axis(axis), dim), x, "all-gather", axis, axis.size)
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
         """P -> S(dim): each rank sends (p - 1) / p of the input."""
-        return reduce_scatter(self._before_collective(x, "reduce-scatter", axis), self.axis(axis), dim)
+        return self._communicate(lambda t: reduce_scatter(t, self.axis(axis), dim), x, "reduce-scatter", axis)
 
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """P -> B: each rank sends 2 (p - 1) / p of the tensor."""
-        return all_reduce(self._before_collective(x, "all-reduce", axis), self.axis(axis))
+        return self._communicate(lambda t: all_reduce(t, self.axis(axis)), x, "all-reduce", axis)
 
     def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
         """S(concat_dim) -> S(split_dim): each rank sends (p - 1) / p of the tensor."""
-        return all_to_all(self._before_collective(x, "all-to-all", axis), self.axis(axis), split_dim, concat_dim)
+        return self._communicate(lambda t: all_to_all(t, self.axis(axis), split_dim, concat_dim), x, "all-to-all", axis)
 
     def shift(self, x: Tensor, axis: Axis, backwards: bool = False) -> Tensor:
         """Send a tensor to the next rank along a ring, and return that of the previous one; without autograd.
 
         ``backwards``: to the previous one, from the next one.
         """
-        return shift(self._before_collective(x, "shift", axis), self.axis(axis), backwards)
+        return self._communicate(lambda t: shift(t, self.axis(axis), backwards), x, "shift", axis)
 
-    def _before_collective(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
-        """Return ``x``; called before a collective on ``factor`` times the bytes of ``x``. `Stepper` logs the step here."""
-        return x
+    def _communicate(
+        self, run: Callable[[Tensor], Tensor], x: Tensor, collective: str, axis: Axis, factor: int = 1
+    ) -> Tensor:
+        """Run a collective on ``factor`` times the bytes of ``x``. `Stepper` logs and records the step here."""
+        return run(x)
 
     # ---- Along axes of several network levels ------------------------------------------------------------------------
 
@@ -149,27 +151,22 @@ class Stepper(Ranks):
         self._log: list[Step] | None = None
         self.recorder: Recorder | None = None
 
-    # ---- Collectives, recorded ---------------------------------------------------------------------------------------
+    def _communicate(
+        self, run: Callable[[Tensor], Tensor], x: Tensor, collective: str, axis: Axis, factor: int = 1
+    ) -> Tensor:
+        if self._log is None and self.recorder is None:
+            return run(x)
+        return self.run_steps(run, x, [Step(Collective(collective), axis, float(num_bytes(x) * factor))])
 
-    def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        run = super().all_gather
-        return self._recorded("all-gather", axis, axis.size, lambda t: run(t, axis, dim), x)
+    def run_steps(self, run: Callable[[Tensor], Tensor], x: Tensor, steps: Sequence[Step]) -> Tensor:
+        """Run communication that consists of some steps: log them, and record when they run."""
 
-    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        run = super().reduce_scatter
-        return self._recorded("reduce-scatter", axis, 1, lambda t: run(t, axis, dim), x)
+        def logged(t: Tensor) -> Tensor:
+            for step in steps:
+                t = self._logged(t, step)
+            return run(t)
 
-    def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
-        run = super().all_reduce
-        return self._recorded("all-reduce", axis, 1, lambda t: run(t, axis), x)
-
-    def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-        run = super().all_to_all
-        return self._recorded("all-to-all", axis, 1, lambda t: run(t, axis, split_dim, concat_dim), x)
-
-    def shift(self, x: Tensor, axis: Axis, backwards: bool = False) -> Tensor:
-        run = super().shift
-        return self._recorded("shift", axis, 1, lambda t: run(t, axis, backwards), x)
+        return logged(x) if self.recorder is None else self.recorder.communicate(steps, logged, x)
 
     def reduce_between(self, x: Tensor, axes: Sequence[Axis], between: Callable[[Tensor], Tensor]) -> Tensor:
         run = super().reduce_between
@@ -178,15 +175,9 @@ class Stepper(Ranks):
         with self.recorder.summing_gradients():
             return run(x, axes, between)
 
-    def _recorded(self, collective: str, axis: Axis, factor: int, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run a collective on ``factor`` times the bytes of ``x``, and record it if steps are recorded."""
-        if self.recorder is None:
-            return run(x)
-        return self.recorder.communicate(Step(Collective(collective), axis, float(num_bytes(x) * factor)), run, x)
-
     @contextlib.contextmanager
     def logging(self) -> Iterator[list[Step]]:
-        """Record every communication step that runs in this context, including backward steps, in the returned list."""
+        """Log every communication step that runs in this context, including backward steps, in the returned list."""
         outer, self._log = self._log, []
         try:
             yield self._log
@@ -195,7 +186,7 @@ class Stepper(Ranks):
 
     @contextlib.contextmanager
     def not_logging(self) -> Iterator[None]:
-        """Record no steps in this context."""
+        """Log no steps in this context."""
         outer, self._log = self._log, None
         try:
             yield
@@ -211,13 +202,8 @@ class Stepper(Ranks):
         assert step.collective is Collective.ALL_REDUCE, step
         return self.all_reduce(x, step.axis)
 
-    def _before_collective(self, x: Tensor, collective: str, axis: Axis, factor: int = 1) -> Tensor:
-        if self._log is None:
-            return x
-        return self.logged(x, Step(Collective(collective), axis, float(num_bytes(x) * factor)))
-
-    def logged(self, x: Tensor, step: Step) -> Tensor:
-        """Record the step now and its adjoint in the backward pass. Returns ``x``, which the step must be applied to."""
+    def _logged(self, x: Tensor, step: Step) -> Tensor:
+        """Log the step now and its adjoint in the backward pass. Returns ``x``, which the step must be applied to."""
         if self._log is None or step.axis.size == 1:
             return x
         self._log.append(step)

@@ -12,11 +12,9 @@ import pytest
 
 import autoddl
 from autoddl.__main__ import main
-from autoddl.costmodel.collectives import Collective, Step
-from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.spans import Span, with_waiting
+from autoddl.pipelines.spans import Communication, Span, with_waiting
 from autoddl.steptrace import StepTrace
 from autoddl.text.steptrace import trace_text
 
@@ -28,8 +26,8 @@ needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
 
 
 def communication(start: float, end: float, size: int, stride: int) -> Span:
-    step = Step(Collective.ALL_REDUCE, Axis(size, stride), 100.0)
-    return Span("communication", "fc", "backward", start, end, start, step)
+    what = Communication("all-reduce", size, stride, 100.0)
+    return Span("communication", "fc", "backward", start, end, start, what)
 
 
 def test_waiting_is_until_the_last_rank_of_the_group():

@@ -26,7 +26,7 @@ Tensor = Any
 
 
 def exchange_tensor(x: Tensor, priced: Exchange, stepper: Stepper, dims: Sequence[int]) -> Tensor:
-    """Run an exchange and log its steps; differentiable. All ranks of ``stepper`` call.
+    """Run an exchange, and log and record its steps; differentiable. All ranks of ``stepper`` call.
 
     Args:
         x: This rank's part of the tensor in the source distribution.
@@ -37,10 +37,9 @@ def exchange_tensor(x: Tensor, priced: Exchange, stepper: Stepper, dims: Sequenc
     Returns:
         This rank's part of the tensor in the target distribution.
     """
-    for step in priced.steps(num_bytes(x) * priced.source.num_ranks):
-        x = stepper.logged(x, step)
+    steps = priced.steps(num_bytes(x) * priced.source.num_ranks)
     ends = cuts_of(priced.source, len(dims)), cuts_of(priced.target, len(dims))
-    return exchange(x, stepper, *ends, tuple(dims))
+    return stepper.run_steps(lambda t: exchange(t, stepper, *ends, tuple(dims)), x, steps)
 
 
 def exchange(x: Tensor, ranks: Ranks, source: Cuts, target: Cuts, dims: Sequence[int] = (0, 2)) -> Tensor:

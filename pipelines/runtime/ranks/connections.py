@@ -56,9 +56,12 @@ def send_at_once() -> int:
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as own:
+            own = socket.socket(fileno=int(name))
+            try:
                 is_connection = own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM
                 if is_connection and not own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
                     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     changed += 1
+            finally:
+                own.detach()  # the descriptor is not ours to close
     return changed
