@@ -110,8 +110,11 @@ class Recorded:
         >>> Recorded.of(recorded.document()) == recorded
         True
         """
-        spans = (Span(*values, Communication(*what) if what else None) for *values, what in document["spans"])
-        return cls(tuple(spans), document["seconds"])
+        spans = tuple(
+            Span(kind, layer, phase, start, end, launched, Communication(*what) if what else None)
+            for kind, layer, phase, start, end, launched, what in document["spans"]
+        )
+        return cls(spans, document["seconds"])
 
 
 def with_waiting(ranks: Mapping[int, Sequence[Span]]) -> dict[int, list[Span]]:

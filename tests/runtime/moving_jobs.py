@@ -94,6 +94,31 @@ def move_pairs(
     return results
 
 
+def record_pairs(pairs: list[tuple[str, str]], shape: tuple[int, ...]) -> list[tuple[list[float], float, set[str]]]:
+    """For each pair of distributions: bytes of each recorded communication, bytes of the step list, kinds of spans that send."""
+    from autoddl.pipelines.runtime.backend import HOST
+    from autoddl.pipelines.runtime.comm.moving import move_tensor
+    from autoddl.pipelines.runtime.recording import Recorder
+    from autoddl.pipelines.runtime.stepping import Stepper
+
+    flow = load_oneflow()
+    rank, num_ranks = flow.env.get_rank(), flow.env.get_world_size()
+    value, stepper, found = np.ones(shape, np.float32), Stepper(num_ranks, HOST), []
+    for a, b in pairs:
+        source, target = Distribution.parse(a), Distribution.parse(b)
+        route = redistribute(source, target, shape)
+        stepper.recorder = recorder = Recorder()
+        x = flow.tensor(local_part(value, source, rank, 0)).requires_grad_(True)
+        with recorder.step(), recorder.task("fc", "forward"):
+            y = move_tensor(x * 1.0, route, stepper, range(len(shape)))
+            flow.autograd.backward([y], [flow.ones_like(y)])
+        spans = recorder.record().spans
+        sent = [span.what.sent_bytes for span in spans if span.what is not None]
+        expected = 2 * sum(step.sent_bytes for step in steps(route, value.nbytes))
+        found.append((sent, expected, {span.kind for span in spans} - {"waiting", "computation"}))
+    return found
+
+
 def replay_exchanges(pairs: list[tuple[str, str]], shape: tuple[int, ...]) -> list[tuple[int, float, float]]:
     """For each exchange what ranking strategies would time of it: (payload, bytes, messages) of all ranks, forward."""
     from autoddl.calib.replay import steps_alone

@@ -129,6 +129,16 @@ def test_exchanges_of_unequal_pieces(ranks, first_rank):
             assert np.array_equal(result[i]["backward"], gradient[source.slices(rank, shape)])
 
 
+def test_exchanges_are_recorded_as_communication(ranks):
+    """Forward and backward, each as one communication, whatever the number of network levels."""
+    pairs = exchanged_pairs(6)[:3] + exchanged_pairs(3, 2)[:3]
+    texts = [(str(source), str(target)) for source, target in pairs]
+    for result in ranks(6).run(f"{JOBS}:record_pairs", texts, (36, 36)):
+        for (sent, expected, kinds), text in zip(result, texts):
+            assert sum(sent) == pytest.approx(expected) and expected > 0, text
+            assert kinds == {"communication"} and len(sent) % 2 == 0, text
+
+
 def test_bytes_of_exchanges_are_those_of_the_step_list(counted_ranks):
     """On six ranks of one network level, and of three nodes of two: on average as priced for the busiest rank, or less."""
     shape = (576, 768)
