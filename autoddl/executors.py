@@ -73,6 +73,10 @@ def execution_notes(graph: LayerGraph, workload: Workload, executor: str = EAGER
         notes.append(
             f"overlap={workload.overlap} is priced, but the eager executor does not overlap communication with computation"
         )
+    if workload.bucket_bytes and executor == GRAPH:
+        notes.append(
+            f"bucket_bytes={workload.bucket_bytes} is priced, but the graph executor leaves sums of gradients to OneFlow"
+        )
     if workload.types.rate == "fp8":
         notes.append("precision fp8 is executed as bfloat16: OneFlow 0.9.0 has no 8-bit types")
     has_attention = any(kind_of(layer.kind).is_selected for layer in graph.layers)

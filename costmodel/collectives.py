@@ -33,7 +33,7 @@ from typing import Any
 
 from .distribution import Axis
 
-__all__ = ["Collective", "Step", "all_reduce_steps", "gather_steps", "scatter_steps"]
+__all__ = ["Collective", "SharedStep", "Step", "all_reduce_steps", "gather_steps", "scatter_steps"]
 
 
 class Collective(Enum):
@@ -95,7 +95,7 @@ class Step:
         return self.collective.sent_bytes(self.axis.size, self.nbytes)
 
     @property
-    def messages(self) -> int:
+    def messages(self) -> float:
         """Number of messages that each device sends."""
         return self.collective.messages(self.axis.size)
 
@@ -117,6 +117,22 @@ class Step:
         return f"{self.collective.value} over {self.axis.size} (stride {self.axis.stride}), {self.nbytes:,.0f} bytes"
 
 
+@dataclass(frozen=True)
+class SharedStep(Step):
+    """A step whose messages also carry the data of others (:attr:`.workload.Workload.bucket_bytes`).
+
+    Attributes:
+        share: the part of the messages that counts as this step's, at most 1.
+    """
+
+    share: float
+
+    @property
+    def messages(self) -> float:
+        """Number of messages that each device sends, times the share."""
+        return self.share * self.collective.messages(self.axis.size)
+
+
 def gather_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
     """Steps of an all-gather of ``nbytes`` (the output) along ``axes``, one per level, outermost first."""
     steps = []
@@ -131,10 +147,14 @@ def scatter_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
     return tuple(step.adjoint() for step in reversed(gather_steps(axes, nbytes)))
 
 
-def all_reduce_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
-    """Steps of an all-reduce of ``nbytes``: reduce-scatter along the inner axes, all-reduce along the outermost, all-gather."""
+def all_reduce_steps(axes: Sequence[Axis], nbytes: Any, share: Any = None) -> tuple[Step, ...]:
+    """Steps of an all-reduce of ``nbytes``: reduce-scatter along the inner axes, all-reduce along the outermost, all-gather.
+
+    ``share``: the part of their messages that counts (:class:`SharedStep`); None for all.
+    """
     if not axes:
         return ()
     inner = axes[1:]
     middle = Step(Collective.ALL_REDUCE, axes[0], nbytes / prod(axis.size for axis in inner))
-    return (*scatter_steps(inner, nbytes), middle, *gather_steps(inner, nbytes))
+    steps = (*scatter_steps(inner, nbytes), middle, *gather_steps(inner, nbytes))
+    return steps if share is None else tuple(SharedStep(s.collective, s.axis, s.nbytes, share) for s in steps)

@@ -81,7 +81,7 @@ class ExchangeStep(Step):
         return self.load.most_sent * self.tensor_bytes
 
     @property
-    def messages(self) -> int:
+    def messages(self) -> float:
         """Number of messages that the busiest device sends or receives."""
         return self.load.most_messages
 

@@ -20,6 +20,13 @@ the buffer.  Weights that the backward pass does not read (tables) are not gathe
 norms) are never divided: with 3 they are treated as with 2.  The backward pass of a recomputed layer gathers the weights once, and
 a recomputed block holds the gathered weights of all of its layers.  A weight that several layers share has at most 1.
 
+**Buckets.**  With :attr:`.workload.Workload.bucket_bytes` of B > 0, the gradients of layers with n < B bytes, in graph order, are
+concatenated to buckets, one kind for each p0, each of which is summed when it holds B bytes or more.  The price of a layer then has
+min(1, n / B) of the messages of its sum.  So prices stay sums over layers.  The layers of a bucket of c bytes are charged c / B of
+its messages, where c < B + n of its last layer.  So the price of a plan is, counted in sums, less than one for each kind of bucket
+too low (the last bucket is not full), and less than n / B for each bucket too high; it is exact for larger layers.  Divided
+gradients (ZeRO), and those that several workers of a pipeline sum, are priced layer by layer.
+
 **Optimizer step.**  Once per training step: bytes per parameter (:attr:`.workload.Workload.update_bytes_per_parameter`) over the
 memory bandwidth.
 
@@ -196,7 +203,7 @@ def _shares(layer: Layer, quantities: LayerQuantities, place: Place, is_recomput
     axes = strategy.copy_axes(kind.is_lookup)
     zero = zero_of(layer, strategy.zero, place, workload.zero)
     if not zero:
-        gradient = all_reduce_steps(axes, gradients)
+        gradient = all_reduce_steps(axes, gradients, workload.share_of_sum(gradients))
         return _Shares((), (), gradient, weights, weights + gradients + states, 0.0, 1)
     p0 = strategy.copies
     if zero == 1:

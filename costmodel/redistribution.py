@@ -203,9 +203,9 @@ def _prefers_exchange(moves: Route, exchange: Exchange, exceeds_ends: bool) -> b
     return exceeds_ends or (has_fewer and all(count <= own_count for (_, count), (_, own_count) in pairs))
 
 
-def _loads_by_level(steps_: Iterable[Step]) -> dict[int, tuple[float, int]]:
+def _loads_by_level(steps_: Iterable[Step]) -> dict[int, tuple[float, float]]:
     """(bytes, messages) that the busiest rank sends, for each network level."""
-    loads: dict[int, tuple[float, int]] = {}
+    loads: dict[int, tuple[float, float]] = {}
     for step in steps_:
         nbytes, messages = loads.get(step.axis.level, (0.0, 0))
         loads[step.axis.level] = nbytes + step.sent_bytes, messages + step.messages

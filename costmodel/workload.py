@@ -25,9 +25,11 @@ from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
+import numpy as np
+
 from .documents import Fields
 from .errors import UserError
-from .limits import MAX_BATCH
+from .limits import MAX_BATCH, MAX_BYTES
 from .nearest import divisors, nearest_that_work
 from .overlap import NUM_BUCKETS, OVERLAPS
 from .precision import Precision, precision_of
@@ -73,6 +75,8 @@ class Workload:
         zero: the stage of ZeRO that all layers have at least, 0 to 3; strategies choose more for single layers.
         activations: one of :data:`ACTIVATIONS`.
         overlap: one of :data:`.overlap.OVERLAPS`.
+        bucket_bytes: gradients of layers with fewer bytes on a device are summed together, in buckets of at least so many bytes;
+            0: layer by layer (:mod:`.layerwork`).
 
     Raises:
         UserError: a value is out of range, or the micro-batch does not divide the batch.
@@ -92,6 +96,7 @@ class Workload:
     zero: int = 0
     activations: str = "kept"
     overlap: str = "none"
+    bucket_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (("batch", self.batch), ("micro-batch", self.micro_batch)):
@@ -102,6 +107,8 @@ class Workload:
         if self.batch % self.micro_batch:
             nearest = nearest_that_work("micro-batch", self.micro_batch, divisors(self.batch))
             raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}; {nearest}")
+        if not 0 <= self.bucket_bytes <= MAX_BYTES:
+            raise UserError(f"bucket_bytes {self.bucket_bytes} should be at least 0 and at most {MAX_BYTES}")
         precision_of(self.precision)
         check_recomputation(self.recompute)
         for name, known in _WORDS.items():
@@ -137,6 +144,16 @@ class Workload:
         stage share, before its distributed optimizer divides them.
         """
         return self.gradients == "compute"
+
+    def share_of_sum(self, nbytes: Any) -> Any:
+        """The share that a layer with ``nbytes`` of gradients on a device has in the messages of a sum (:mod:`.layerwork`).
+
+        None if layers share no sums.
+
+        >>> Workload(1, 1, bucket_bytes=1000).share_of_sum(np.array([250.0, 4000.0]))
+        array([0.25, 1.  ])
+        """
+        return np.minimum(1.0, nbytes / self.bucket_bytes) if self.bucket_bytes else None
 
     @property
     def exposed_gradient_part(self) -> float:
@@ -182,11 +199,11 @@ class Workload:
         """
         batch, micro_batch = fields.integer("batch", 1), fields.integer("micro_batch", 1)
         words = {name: fields.text(name) for name in ("precision", "optimizer", "recompute")}
-        words.update({name: fields.text(name) for name in _OPTIONAL if name in fields and name != "zero"})
-        zero = fields.integer("zero", 0) if "zero" in fields else 0
+        words.update({name: fields.text(name) for name in _OPTIONAL if name in fields and name not in _NUMBERS})
+        zero, bucket_bytes = (fields.integer(name, 0) if name in fields else 0 for name in _NUMBERS)
         fields.finish()
         try:
-            return cls(batch, micro_batch, zero=zero, **words)
+            return cls(batch, micro_batch, zero=zero, bucket_bytes=bucket_bytes, **words)
         except UserError as error:
             raise UserError(f"{fields.where}: {error}") from None
 
@@ -201,4 +218,6 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "overlap": OVERLAPS,
 }
 #: Attributes that documents leave out if they have the default.
-_OPTIONAL = ("attention", "gradients", "zero", "activations", "overlap")
+_OPTIONAL = ("attention", "gradients", "zero", "activations", "overlap", "bucket_bytes")
+#: Those of them that are whole numbers.
+_NUMBERS = ("zero", "bucket_bytes")

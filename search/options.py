@@ -57,7 +57,7 @@ class Options:
         optimizer: ``sgd``, ``momentum`` or ``adam``.
         recompute: what to recompute (:mod:`autoddl.costmodel.recomputation`); True for any recomputation, False for none, None
             to choose it.
-        attention, gradients, overlap: as in :class:`autoddl.costmodel.workload.Workload`.
+        attention, gradients, overlap, bucket_bytes: as in :class:`autoddl.costmodel.workload.Workload`.
         zero: the stage of ZeRO of all layers, 0 to 3; ``auto`` to choose it for each layer.
         activations: as in :class:`autoddl.costmodel.workload.Workload`; ``auto`` to choose for each product whether its gathered
             input is kept or gathered again.
@@ -83,6 +83,7 @@ class Options:
     zero: int | str = 0
     activations: str = "kept"
     overlap: str = "none"
+    bucket_bytes: int = 0
     untied: bool = False
     summa: bool = True
     executor: str = EAGER
@@ -189,6 +190,7 @@ def base_workload(cluster: Cluster, options: Options, recompute: str = "none") -
         0 if options.zero == AUTO else cast(int, options.zero),
         "kept" if options.activations == AUTO else options.activations,
         options.overlap,
+        options.bucket_bytes,
     )
 
 

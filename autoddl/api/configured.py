@@ -59,6 +59,8 @@ class PricingOptions(TypedDict, total=False):
             also parameters.
         overlap: ``none``, ``gradients`` (all-reduces of gradients run beside the backward pass) or ``all`` (also the
             communication of linear layers, under their products).
+        bucket_bytes: Gradients of layers with fewer bytes on a device are summed together, in buckets of at least so many bytes;
+            0: layer by layer.
         memory_limit_bytes: Memory limit per device; by default the device's memory without the framework's share.  A configuration
             that needs more is priced, too, with a note.
     """
@@ -79,6 +81,7 @@ class PricingOptions(TypedDict, total=False):
     gradients: str
     zero: int
     overlap: str
+    bucket_bytes: int
     memory_limit_bytes: float | None
 
 
@@ -159,7 +162,7 @@ def price(
     devices = _devices(cluster, tp, pp, dp, options)
     layout = UniformLayout(tp, pp, _replicas(devices, tp, pp) if dp is None else dp, interleave, schedule, ep)
     chosen: dict[str, Any] = {
-        name: options[name] for name in ("optimizer", "attention", "gradients", "zero", "overlap")
+        name: options[name] for name in ("optimizer", "attention", "gradients", "zero", "overlap", "bucket_bytes")
     }  # type: ignore[literal-required]
     chosen["precision"] = options["precision"] or devices.default_precision
     chosen["recompute"] = RECOMPUTE_WORDS.get(recompute, recompute)
@@ -341,6 +344,7 @@ def distance(
         "zero",
         "activations",
         "overlap",
+        "bucket_bytes",
         "memory_limit_bytes",
     )
     best = search(
@@ -444,7 +448,17 @@ def nearest_uniform(plan: Plan, *, time_limit_s: float = UNIFORM_TIME_LIMIT_S, s
     if not 0 < time_limit_s <= MAX_SECONDS:
         raise UserError(f"time_limit_s is {time_limit_s:g}, should be a positive number, at most {MAX_SECONDS:g}")
     workload = plan.workload
-    names = ("batch", "precision", "optimizer", "attention", "gradients", "zero", "activations", "overlap")
+    names = (
+        "batch",
+        "precision",
+        "optimizer",
+        "attention",
+        "gradients",
+        "zero",
+        "activations",
+        "overlap",
+        "bucket_bytes",
+    )
     options = Options(memory_limit_bytes=plan.memory_limit_bytes, **{name: getattr(workload, name) for name in names})
     job = job_of(plan.graph, plan.cluster, JointOptions(options))
     found = best_uniform(job, Clock(time_limit_s, stop or NoStop()))

@@ -53,6 +53,8 @@ class PlanningOptions(TypedDict, total=False):
             again) or ``copied`` (every device has all features). ``auto`` chooses between the first two for each layer.
         overlap: ``none``, ``gradients`` (all-reduces of gradients run beside the backward pass) or ``all`` (also the
             communication of linear layers, under their products).
+        bucket_bytes: Gradients of layers with fewer bytes on a device are summed together, in buckets of at least so many bytes;
+            0: layer by layer.
         memory_limit_bytes: Memory limit per device; by default the device's memory without the framework's share.
         objective: The time to minimize: ``step`` (the whole training step) or ``communication``.
         untied: Choose a strategy for every repetition of a block separately, instead of one strategy for all repetitions.
@@ -88,6 +90,7 @@ class PlanningOptions(TypedDict, total=False):
     zero: int | str
     activations: str
     overlap: str
+    bucket_bytes: int
     memory_limit_bytes: float | None
     objective: str
     untied: bool

@@ -92,7 +92,7 @@ _OPTION_OF_NAME = {
     "temperature_s": "--temperature",
 }
 #: Options of ``name=value`` whose name differs from that of the argument.
-_OTHER_NAME = {"form": "--to", "directory": "--chdir", "num_pipelines": "--pipelines"}
+_OTHER_NAME = {"bucket_bytes": "--bucket", "form": "--to", "directory": "--chdir", "num_pipelines": "--pipelines"}
 #: Options of ``name=value`` whose value differs from that of the argument.
 _OTHER_VALUE = {
     "objective='communication'": "--communication-only",

@@ -31,6 +31,7 @@ __all__ = [
     "add_model_arguments",
     "add_planning_arguments",
     "add_workload_options",
+    "bucket_bytes",
     "cluster_of",
     "link_options",
     "model_of",
@@ -209,6 +210,12 @@ def add_workload_options(group: argparse._ActionsContainer, is_searched: bool = 
         help="communication beside computation: all-reduces of gradients in the backward pass, or also the communication of "
         "linear layers under their products (default: %(default)s)",
     )
+    group.add_argument(
+        "--bucket",
+        metavar="SIZE",
+        help="sum gradients of several layers together, those of fewer bytes, in buckets of at least so many, such as 4MiB "
+        "(default: layer by layer)",
+    )
     add_memory_limit(group, "the device's memory without the framework's share")
 
 
@@ -307,10 +314,14 @@ def _quantity(option: str, text: str | None, quantity: str) -> float | None:
     match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
     value = parse_figure(match[1]) if match else math.nan
     if match is None or math.isnan(value):
-        example = "2us" if quantity == "time" else "10GB/s"
+        example = {"time": "2us", "rate": "10GB/s", "size": "4MiB"}[quantity]
         raise UserError(f"{option} {quote(text)} is not a number with a unit, such as {example}")
-    base = "s" if quantity == "time" else "B/s"
-    return to_si(value, match[2] or base, quantity, option)
+    return to_si(value, match[2] or {"time": "s", "rate": "B/s", "size": "B"}[quantity], quantity, option)
+
+
+def bucket_bytes(arguments: argparse.Namespace) -> int:
+    """Return the bytes of ``--bucket``; 0 if it is not given."""
+    return round(_quantity("--bucket", arguments.bucket, "size") or 0)
 
 
 def planning_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -328,6 +339,7 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "zero": arguments.zero,
         "activations": arguments.activations,
         "overlap": arguments.overlap,
+        "bucket_bytes": bucket_bytes(arguments),
         "untied": arguments.untied,
         "summa": arguments.summa,
         "executor": arguments.executor,

@@ -15,6 +15,7 @@ from ._planning import (
     add_links,
     add_model_arguments,
     add_workload_options,
+    bucket_bytes,
     link_options,
 )
 from ._stopping import interruptible
@@ -153,6 +154,7 @@ def _price(arguments: argparse.Namespace) -> int:
         "overlap",
     )
     options: dict[str, Any] = {name: getattr(arguments, name) for name in same}
+    options["bucket_bytes"] = bucket_bytes(arguments)
     limit = memory_limit_bytes(arguments)
     plan = price(arguments.model, memory_limit_bytes=limit, **link_options(arguments), **options)
     if arguments.output:

@@ -142,6 +142,11 @@ class _OneStageParts:
             ),
             f"ALIASES: dict[str, str] = {value_text(aliases)}",
         ]
+        if workload.bucket_bytes:
+            lines += [
+                comment("Layers with fewer bytes of gradients sum them together, in vectors of at least so many."),
+                f"BUCKET_BYTES = {workload.bucket_bytes}",
+            ]
         return "\n".join(lines)
 
     def schedule_sections(self) -> tuple[tuple[str, tuple[str, ...]], ...]:

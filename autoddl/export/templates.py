@@ -76,7 +76,7 @@ _MODEL_BUILD = '''def build(seed: int = 0@argument@) -> Model:
     """Make the model with its initial values."""
     model = Model(@plain@)
     @set_values@
-    return model'''
+@sums@    return model'''
 
 _MODEL_MAIN = '''def main(options: argparse.Namespace) -> None:
     """Train for the given number of steps."""
@@ -203,6 +203,7 @@ def main_text(scene: Scene, model: str, pipeline: PipelineCalls | None = None) -
         "rate": str(LEARNING_RATES[optimizer]),
         "selected": "",
         "set_values": "initialize(model, seed)",
+        "sums": "    sum_together(model, BUCKET_BYTES)\n" if scene.workload.bucket_bytes else "",
         **(_pipeline_values(pipeline) if pipeline else _MODEL_VALUES),
         **(_user_values(model, pipeline, scene) if scene.built_in is None else _built_in_values(scene.built_in)),
     }

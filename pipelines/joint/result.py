@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 #: Attributes of workloads that are options of the planner, too; besides precision and optimizer.
-WORKLOAD_WORDS = ("recompute", "attention", "gradients", "zero", "activations", "overlap")
+WORKLOAD_WORDS = ("recompute", "attention", "gradients", "zero", "activations", "overlap", "bucket_bytes")
 #: Status of a plan that the user gave: it was priced, nothing was searched, and nothing is claimed about other plans.
 PRICED = "priced"
 

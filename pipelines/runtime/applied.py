@@ -103,7 +103,7 @@ class AppliedModule(flow.nn.Module):
         self._workload, self.graph = workload, graph
         self._stage = Stage(model, 0, model.weights(), stepper)
         values = values_of(module, stepper)
-        self._weights = GlobalWeights(self._stage, values)
+        self._weights = GlobalWeights(self._stage, values, workload.bucket_bytes)
         self._module = weakref.ref(module)
         # In a list: as an attribute it would become a submodule, with its parameters.
         self._unchecked_module = [module] if check else []

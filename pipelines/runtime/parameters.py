@@ -12,11 +12,11 @@ Measured on OneFlow 0.9.0, CPU ranks: SGD, momentum, Adam and AdamW on such tens
 nothing.  OneFlow's ``clip_grad_norm_`` is correct on parameters of one mesh (`common_mesh`), but gathers all gradients.  LAMB
 cannot be used on split global tensors: OneFlow updates a re-boxed copy, which is lost without an error.
 
-**Gradients.**  The parameters of consecutive layers whose gradients are summed over the same ranks pass through one autograd node,
-whose outputs are the local tensors.  When the gradients of all of them have been computed, including those from tied layers, the
-node concatenates and sums them in one run of the steps of :func:`autoddl.costmodel.collectives.all_reduce_steps`.  While gradients
-accumulate over micro-batches (`AppliedModule.no_sync`), layers use separate leaves that share the storage.  The node adds the
-gradients that these leaves have accumulated.
+**Gradients.** The parameters of a layer, or of several ones (`bucketed_groups`), whose gradients are summed over the same ranks
+pass through one autograd node, whose outputs are the local tensors.  When the gradients of all of them have been computed,
+including those from tied layers, the node concatenates and sums them in one run of the steps of
+:func:`autoddl.costmodel.collectives.all_reduce_steps`.  While gradients accumulate over micro-batches (`AppliedModule.no_sync`),
+layers use separate leaves that share the storage.  The node adds the gradients that these leaves have accumulated.
 
 **Divided parameters** (ZeRO, :mod:`shards`).  The global tensor is a vector that consists of the shards of all ranks.  What layers
 read is gathered in the first forward pass after a backward pass that has summed gradients, because an optimizer step may follow
@@ -37,7 +37,7 @@ from .comm.layouts import ParameterLayout
 from .detaching import detached
 from .load import load_oneflow
 from .shards import HeldWeight, attach_weights, gather_shards, readable_weights, scatter_sum, update_shards
-from .stepping import Ranks, num_bytes
+from .stepping import Ranks
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -52,8 +52,6 @@ __all__ = [
 ]
 
 Tensor = Any
-#: Gradients that are summed together are at least as large, apart from the last ones.
-BUCKET_BYTES = 4 * 2**20
 
 
 def whole_value(layout: ParameterLayout, shard: Tensor, ranks: Ranks) -> np.ndarray:
@@ -173,28 +171,34 @@ def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tup
     )
 
 
-def bucketed_groups(layers: Iterable[Sequence[StoredParameter]], ranks: Ranks) -> tuple[ParameterGroup, ...]:
-    """Group the parameters of consecutive layers, so that their gradients are summed in few large vectors.
+def bucketed_groups(
+    layers: Iterable[Sequence[StoredParameter]], bucket_bytes: int, ranks: Ranks
+) -> tuple[ParameterGroup, ...]:
+    """Group the parameters of several layers, so that their gradients are summed in few large vectors.
 
-    Every sum sends the same bytes, but also messages, whose latency does not depend on the size.  A group is complete when it holds
-    `BUCKET_BYTES`; then its sum can begin while the backward pass goes on.  Divided parameters are grouped layer by layer, since
-    layers gather them.
-
-    A step of a data parallel GPT of 2 blocks, on four hosts with a latency of 1 ms, takes 0.58 times as long as with a sum for each
-    layer (medians of one job).
+    Every sum sends the same bytes, but also messages, whose latency does not depend on the size.  Layers whose gradients have fewer
+    than ``bucket_bytes`` are grouped in order, until a group has so many bytes (the price: :mod:`autoddl.costmodel.layerwork`).
+    Other layers, and divided parameters, which layers gather, are grouped layer by layer.
     """
     groups: list[ParameterGroup] = []
     buckets: dict[tuple[Axis, ...], list[StoredParameter]] = {}
     for parameters in layers:
         for group in parameter_groups(parameters, ranks):
-            if isinstance(group, DividedGroup) or not group.reduced:
+            is_divided = isinstance(group, DividedGroup)
+            if is_divided or not group.reduced or _gradient_bytes(group.parameters, ranks) >= bucket_bytes:
                 groups.append(group)
                 continue
             bucket = buckets.setdefault(group.reduced, [])
             bucket += group.parameters
-            if sum(num_bytes(parameter.leaf) for parameter in bucket) >= BUCKET_BYTES:
+            if _gradient_bytes(bucket, ranks) >= bucket_bytes:
                 groups.append(ParameterGroup(buckets.pop(group.reduced), group.reduced, ranks))
     return (*groups, *(ParameterGroup(bucket, axes, ranks) for axes, bucket in buckets.items()))
+
+
+def _gradient_bytes(parameters: Sequence[StoredParameter], ranks: Ranks) -> int:
+    """Return the bytes of gradients that this rank sums."""
+    num_elements = sum(prod(p.layout.local_shape()) for p in parameters if p.tensor.requires_grad)
+    return num_elements * flow.empty(0, dtype=ranks.backend.communication).element_size()
 
 
 class ParameterGroup:

@@ -6,13 +6,11 @@ Each cluster is calibrated. The plan for the cluster as it was, and the plan for
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from cluster_common import ClusterSize, Link, calibrated, show, started
 from cluster_job import Way
-from cluster_ways import CASES, Case, measured
+from cluster_ways import CASES, measured, plan_of
 
-import autoddl
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.units import format_seconds
@@ -47,7 +45,7 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
         with started(now) as (cluster, folder):
             path = calibrated(cluster, folder, budget_s, sizes)
             here = load_cluster(path)
-            plan = _plan(case, path)
+            plan = plan_of(case, path)
             before = before or plan
             both = [Way("plan for it", "autoddl", plan.workload, plan.strategies)]
             if before is not plan:
@@ -73,9 +71,3 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
                 )
     slowed = f"slow wire: {last} at a quarter, slow host: {last} with 0.2 cores"
     show(f"{case.name}, batch {case.batch}: {size.described()}; {slowed}", HEADINGS, rows, 2)
-
-
-def _plan(case: Case, path: Path) -> autoddl.Plan:
-    return autoddl.plan(
-        case.built_in.graph(), cluster=path, batch=case.batch, optimizer="sgd", precision="float32", quiet=True
-    )

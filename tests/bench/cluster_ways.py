@@ -26,8 +26,10 @@ from autoddl.search.baselines import baselines
 from autoddl.zoo import Transformer
 from autoddl.zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 
-__all__ = ["CASES", "Case", "best_of_family", "measured", "ways", "ways_of"]
+__all__ = ["CASES", "Case", "best_of_family", "measured", "plan_of", "ways", "ways_of"]
 
+#: Ranks sum the gradients of several layers together, in vectors of at least so many bytes; prices know it.
+BUCKET_BYTES = 4 * 2**20
 JOB = Path(__file__).with_name("cluster_job.py")
 
 
@@ -62,7 +64,7 @@ def best_of_family(graph: LayerGraph, cluster: Cluster, name: str, batch: int) -
         if member.name != name:
             continue
         for micro_batch in (size for size in (batch, batch // 2, batch // 4) if size):
-            workload = Workload(batch, micro_batch, "float32", optimizer="sgd")
+            workload = Workload(batch, micro_batch, "float32", optimizer="sgd", bucket_bytes=BUCKET_BYTES)
             try:
                 found = assess(graph, cluster, workload, member.strategies)
             except UserError:
@@ -72,10 +74,23 @@ def best_of_family(graph: LayerGraph, cluster: Cluster, name: str, batch: int) -
     return None if best[1] is None else best[1:]
 
 
+def plan_of(case: Case, path: Path) -> autoddl.Plan:
+    """Our plan for a cluster."""
+    return autoddl.plan(
+        case.built_in.graph(),
+        cluster=path,
+        batch=case.batch,
+        optimizer="sgd",
+        precision="float32",
+        bucket_bytes=BUCKET_BYTES,
+        quiet=True,
+    )
+
+
 def ways_of(case: Case, path: Path) -> tuple[autoddl.Plan, list[Way], dict[str, Assessment]]:
     """Our plan, all ways, and the price of each that has one."""
     graph, cluster = case.built_in.graph(), load_cluster(path)
-    plan = autoddl.plan(graph, cluster=path, batch=case.batch, optimizer="sgd", precision="float32", quiet=True)
+    plan = plan_of(case, path)
     ours = Way("AutoDDL", "autoddl", plan.workload, plan.strategies)
     ways, prices = [ours], {ours.name: assess(graph, cluster, plan.workload, plan.strategies)}
     ways.append(replace(ours, name="AutoDDL, nn.Graph", runtime="graph"))

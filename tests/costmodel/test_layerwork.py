@@ -103,6 +103,17 @@ def test_mixed_precision_halves_the_bytes():
     ]
 
 
+def test_small_gradients_share_the_messages_of_a_bucket():
+    """4 KiB of gradients (64 * 32 * 4 / 2) in a bucket of 16 KiB have a quarter of its messages, and all of their bytes."""
+    layer, strategy = linear("fc", 16, 64, 32, bias=False), (4, 1, 2)
+    alone, shared, whole = (work(layer, strategy, bucket_bytes=n).gradient for n in (0, 2**14, 2**12))
+    assert [step.messages for step in alone] == [2 * 3] == [step.messages for step in whole]
+    assert [step.messages for step in shared] == [2 * 3 / 4]
+    assert [step.sent_bytes for step in alone] == [step.sent_bytes for step in shared]
+    divided = work(layer, strategy, bucket_bytes=10**9, zero=1).gradient
+    assert sum(step.messages for step in divided) == 2 * 3
+
+
 def test_compute_of_a_product():
     """Local product (T/P0 x d_in/P2) by (d_in/P2 x d_out/P1); backward twice; gelu reads and writes, then reads two and writes."""
     cluster = cluster_of(8)

@@ -63,6 +63,7 @@ MORE_WORDS = {
     "zero": (0, 1),
     "activations": ACTIVATIONS,
     "overlap": OVERLAPS,
+    "bucket_bytes": (0, 5_000, 10**6),
 }
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from autoddl.calib.hosts import exchange
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime import parameters
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.zoo.builtin import BuiltIn
@@ -23,13 +22,8 @@ def sums_of_gradients(
     built_in: BuiltIn, strategies: dict[str, Strategy], samples: int, bucket_bytes: int
 ) -> dict[str, Any]:
     """Gradients of a step with buckets of a size, and the sums that this rank ran: number and bytes of each collective."""
-    before, parameters.BUCKET_BYTES = parameters.BUCKET_BYTES, bucket_bytes
-    try:
-        module = AppliedModule(
-            initialize(build_module(built_in), 0), built_in.graph(), strategies, Workload(samples, samples)
-        )
-    finally:
-        parameters.BUCKET_BYTES = before
+    workload = Workload(samples, samples, bucket_bytes=bucket_bytes)
+    module = AppliedModule(initialize(build_module(built_in), 0), built_in.graph(), strategies, workload)
     with module.stepper.logging() as steps:
         loss = module.train_step(*make_batch(built_in, samples, np.random.default_rng(0)))
     return {
@@ -37,6 +31,7 @@ def sums_of_gradients(
         "gradients": module.logical_gradients(),
         "sent": sum(step.sent_bytes for step in steps),
         "counts": Counter(step.collective.value for step in steps),
+        "messages": sum(step.messages for step in steps),
     }
 
 

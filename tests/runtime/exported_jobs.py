@@ -12,7 +12,6 @@ import numpy as np
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime import parameters
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
@@ -51,17 +50,8 @@ def train_both(
     for batch in batches:
         if batch[1].ndim == 2 and batch[1].dtype == np.int64:
             batch[1][:, 0] = -100  # targets that do not count
-    applied = _applied(plain, graph, strategies, workload)
+    applied = AppliedModule(plain, graph, strategies, workload)
     return _compared(applied, exported, exported.build(seed=SEED), plain, batches, workload, counts_bytes)
-
-
-def _applied(plain: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload) -> AppliedModule:
-    """An applied module that sums gradients layer by layer, as exported files do."""
-    before, parameters.BUCKET_BYTES = parameters.BUCKET_BYTES, 1
-    try:
-        return AppliedModule(plain, graph, strategies, workload)
-    finally:
-        parameters.BUCKET_BYTES = before
 
 
 def train_users(
@@ -80,7 +70,7 @@ def train_users(
         tuple(exported.like(example, workload.batch, np.random.default_rng([5, step])) for example in examples)
         for step in range(NUM_STEPS)
     ]
-    applied = _applied(plain, graph, strategies, workload)
+    applied = AppliedModule(plain, graph, strategies, workload)
     model = exported.build(plain=plain)
     exported.check_against_plain(model, plain, [part[: workload.micro_batch] for part in batches[0]])
     return _compared(applied, exported, model, plain, batches, workload, counts_bytes)

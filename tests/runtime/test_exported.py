@@ -112,6 +112,10 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "mlp on 2x2": lambda: perceptron(on((2, 1, 1), (1, 2, 1)), on((1, 1, 2), (1, 2, 1)), on((1, 2, 1), (2, 1, 1))),
     "gpt on 2": lambda: random_case("gpt", GPT, (2,), 2, tied=False),
+    "gpt on 2, joint sums": lambda: random_case("gpt", GPT, (2,), 2, tied=False, bucket_bytes=40_000),
+    "gpt on 2x2, joint sums, recomputed": lambda: random_case(
+        "gpt", replace(GPT, layers=1), (2, 2), 3, batch=8, recompute="blocks", bucket_bytes=2**20
+    ),
     "gpt on 2x2, recomputed": lambda: random_case(
         "gpt", replace(GPT, layers=1), (2, 2), 3, batch=8, recompute="blocks"
     ),

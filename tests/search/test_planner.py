@@ -225,6 +225,17 @@ def test_no_plan_is_worse_than_a_baseline_in_its_space(method, limits, summa, ob
     assert load_plan(tmp_path / "plan.json").strategies == planned.strategies
 
 
+def test_buckets_make_sums_of_many_small_layers_cheap():
+    """Where a message takes long, eight small layers are not summed over the ranks, unless they share their sums."""
+    cluster = load_cluster("local-cpu").resized(1, 4).with_links(latency_s=1e-3)
+    graph, options = mlp([256] * 9), Options(batch=256, micro_batch=256, untied=True)
+    alone, together = (
+        make_plan(graph, cluster, replace(options, bucket_bytes=bucket_bytes)) for bucket_bytes in (0, 2**23)
+    )
+    assert together.cost < alone.cost
+    assert {s.p0 for s in alone.strategies.values()} == {1} and {s.p0 for s in together.strategies.values()} == {4}
+
+
 def test_a_stop_leaves_the_best_baseline():
     """The stop comes once the baselines are known: before the setting of the best one is priced."""
     options = Options(batch=64, memory_limit_bytes=TIGHT_BYTES, method="metropolis-hastings")

@@ -11,7 +11,7 @@ from oneflow import nn
 
 from autoddl.pipelines.runtime.comm.layouts import ParameterLayout
 from autoddl.pipelines.runtime.operations import checkpoint
-from autoddl.pipelines.runtime.parameters import ParameterGroup, StoredParameter, parameter_groups
+from autoddl.pipelines.runtime.parameters import ParameterGroup, StoredParameter, bucketed_groups, parameter_groups
 from autoddl.pipelines.runtime.shards import attach_weights
 from autoddl.pipelines.runtime.stepping import Ranks
 
@@ -49,32 +49,48 @@ class StageParameters(nn.Module):
         return tuple(attach_weights([stored.leaf for stored in self.stored], inner, self.ranks))
 
 
+class SharedGroup:
+    """A group of parameters, whose tensors every layer that has some of them asks for once in a forward pass."""
+
+    def __init__(self, group: ParameterGroup):
+        self.group = group
+        self._tensors: tuple[Tensor, ...] = ()
+        self._askers: set[int] = set()
+
+    def summed(self, layer: LayerParameters) -> tuple[Tensor, ...]:
+        """Return local tensors of this forward pass, whose gradients are summed over the ranks."""
+        if not self._askers or id(layer) in self._askers:  # a new pass
+            self._tensors, self._askers = self.group.summed(), set()
+        self._askers.add(id(layer))
+        return self._tensors
+
+
 class LayerParameters(StageParameters):
     """The parameters of a layer of a model without a pipeline. The arguments are those of `StageParameters`."""
 
     @cached_property
-    def groups(self) -> tuple[ParameterGroup, ...]:
-        """The parameters, grouped by the mesh axes over which their gradients are summed."""
-        return parameter_groups(self.stored, self.ranks)
+    def groups(self) -> tuple[SharedGroup, ...]:
+        """The parameters, grouped by the mesh axes over which their gradients are summed; see also `sum_together`."""
+        return tuple(map(SharedGroup, parameter_groups(self.stored, self.ranks)))
 
     def renew(self) -> None:
         """Take note that the values of the parameters were changed."""
-        for group in self.groups:
-            group.renew()
+        for shared in self.groups:
+            shared.group.renew()
 
     def local(self, sync: bool = True) -> tuple[Tensor, ...]:
         """Return this rank's blocks of the parameters, as local tensors to compute with.
 
         Args:
-            sync: whether the backward pass sums the gradients over the ranks; parameters whose gradients are summed over the same
-                axes share one sum. If False, gradients collect on this rank until a backward pass with ``sync=True``.
+            sync: whether the backward pass sums the gradients over the ranks, those of a group together. If False, gradients
+                collect on this rank until a backward pass with ``sync=True``.
         """
         if self.given is not None:
             return self.given
         blocks: dict[int, Tensor] = {}
-        for group in self.groups:
-            tensors = group.summed() if sync else group.unsummed()
-            blocks.update(zip(map(id, group.parameters), tensors))
+        for shared in self.groups:
+            tensors = shared.summed(self) if sync else shared.group.unsummed()
+            blocks.update(zip(map(id, shared.group.parameters), tensors))
         return tuple(blocks[id(stored)] for stored in self.stored)
 
 
@@ -98,6 +114,16 @@ def checkpoint_block(block: Any, x: Tensor, *arguments: Any) -> Tensor:
                 layer.given = None
 
     return checkpoint(PASSES.bound(run), x, *itertools.chain.from_iterable(weights))
+
+
+def sum_together(model: Any, bucket_bytes: int) -> None:
+    """Have layers with fewer than ``bucket_bytes`` of gradients share sums over the ranks of at least so many bytes."""
+    layers = [module for module in model.modules() if isinstance(module, LayerParameters)]
+    groups = bucketed_groups([layer.stored for layer in layers], bucket_bytes, layers[0].ranks)
+    shared = [(SharedGroup(group), set(map(id, group.parameters))) for group in groups]
+    for layer in layers:
+        own = set(map(id, layer.stored))
+        layer.groups = tuple(group for group, members in shared if members & own)
 
 
 def renew_parameters(model: Any) -> None:

@@ -26,14 +26,15 @@ class GlobalWeights:
     Args:
         stage: Stage that uses the weights.
         values: Initial values of the module's parameters, whole, by first name (`PlannedModel.first_name`).
+        bucket_bytes: As in :class:`autoddl.costmodel.workload.Workload`.
 
     Attributes:
         stage: Stage that uses the weights.
         parameters: Parameters, by the name under which each is stored.
-        groups: The parameters, grouped by the axes over which gradients are summed, several layers together.
+        groups: The parameters, grouped by the sums of their gradients.
     """
 
-    def __init__(self, stage: Stage, values: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, stage: Stage, values: Mapping[str, np.ndarray], bucket_bytes: int = 0) -> None:
         self.stage = stage
         # All parameters lie on one mesh if the layers' axes form a common one. Otherwise each has the coarsest mesh that fits it.
         self._mesh = common_mesh((ready.strategy for ready in stage.layers), stage.stepper.num_ranks)
@@ -42,7 +43,7 @@ class GlobalWeights:
         for name, stored in stage.weights.stored.items():
             self.parameters[name] = self._parameter(stored)
             own[stored.layer].append(self.parameters[name])
-        self.groups = bucketed_groups(own.values(), stage.stepper)
+        self.groups = bucketed_groups(own.values(), bucket_bytes, stage.stepper)
         self.assign(values)
 
     def _parameter(self, stored: StoredWeight) -> StoredParameter:
