@@ -198,7 +198,7 @@ def bucketed_groups(
 def _gradient_bytes(parameters: Sequence[StoredParameter], ranks: Ranks) -> int:
     """Return the bytes of gradients that this rank sums."""
     num_elements = sum(prod(p.layout.local_shape()) for p in parameters if p.tensor.requires_grad)
-    return num_elements * flow.empty(0, dtype=ranks.backend.communication).element_size()
+    return num_elements * flow.empty(0, dtype=ranks.backend.communication, device=ranks.backend.device).element_size()
 
 
 class ParameterGroup:
