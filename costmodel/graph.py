@@ -11,7 +11,9 @@ position     positions, features: a table added to every sample
 attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences;
              with key_rows, cross attention, which reads q, and k and v of as many rows; interleaved = 1 if its input has
              q, k and v of each head together, not those of all heads; windows: successive rows that attend to themselves
-             alone; changes: number of tensors that change the scores (the layer's ``scores`` computes them)
+             alone; changes: number of tensors that change the scores (the layer's ``scores`` computes them); rotary_base:
+             base of rotary positions (0: none; without it, the attribute rope_theta of the module), rotary_features: how
+             many features of a head they turn if not all, rotary_neighbours = 1: the pairs (2 i, 2 i + 1), not the halves
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding

@@ -25,6 +25,7 @@ from functools import partial
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import LOSSES
+from autoddl.pipelines.runtime.facts import rotary_base_of
 
 from ..zoo import layers as make
 from .activations import epilogue_name, is_plain_activation
@@ -261,7 +262,11 @@ class _Gathering(Assembly):
             layer,
             input_shape=layer.input_shape if is_across else (region.rows, features),
             modules=(region.path,) if region.path else (),
-            attributes={**layer.attributes, **({"interleaved": 1} if region.is_interleaved else {})},
+            attributes={
+                **layer.attributes,
+                **({"interleaved": 1} if region.is_interleaved else {}),
+                **self._rotary_attributes(region),
+            },
             scores=None if made is None else made.program,
         )
         learned = () if made is None else made.parameters
@@ -270,6 +275,18 @@ class _Gathering(Assembly):
         draft = LayerDraft(layer, name, region.path, self._sources(region.sources), variables)
         draft.streams += [stream_of(graph, op) for op in region.operators if op.kind == "dropout"]
         self._add(draft, region.output)
+
+    def _rotary_attributes(self, region: AttentionRegion) -> dict[str, int]:
+        """Return what a layer says of rotary positions: nothing if its module says it all, as in the models of known families."""
+        base, features, is_of_neighbours = region.rotary
+        said = rotary_base_of(self.graph.model, region.path)
+        if (base, features, is_of_neighbours) == (said or 0, features and region.head_dim, False):
+            return {}
+        return {
+            "rotary_base": base,
+            **({"rotary_features": features} if base and features != region.head_dim else {}),
+            **({"rotary_neighbours": 1} if is_of_neighbours else {}),
+        }
 
     def _add_dense(self, group: DenseGroup) -> None:
         first = group.parts[0]

@@ -44,8 +44,11 @@ MODELS = {
 }
 
 
-#: Models whose attention changes its scores.
-ATTENTIONS = ["t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups", "across"]
+#: Models whose attention changes its scores, or turns queries and keys by their positions in an unusual way.
+ATTENTIONS = [
+    *("t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups", "across"),
+    *("turned", "turned_with_mask"),
+]
 
 
 @pytest.mark.ranks
@@ -57,7 +60,7 @@ def test_models_compute_what_one_device_computes(ranks: Any) -> None:
 
 @pytest.mark.ranks
 def test_heads_are_divided_whatever_happens_to_their_scores(ranks: Any) -> None:
-    """Learned biases, masks of inputs and tables, factors, windows, a dropout: every rank has one half of the heads."""
+    """Learned biases, masks of inputs and tables, factors, windows, dropout, turned pairs: a rank has half the heads."""
     for differences in ranks(2).run(f"{JOBS}:compared", ATTENTIONS, True):
         assert differences == dict.fromkeys(ATTENTIONS, "")
 

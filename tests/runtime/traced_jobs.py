@@ -52,6 +52,52 @@ def key_groups() -> tuple[Any, Any]:
     return KeyGroups(), (tokens, tokens)
 
 
+class Turned(flow.nn.Module):
+    """Positions turn neighbours of half the features of a head, by angles of the forward pass; keys of two query heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = flow.nn.Embedding(20, 32)
+        self.q, self.o = (flow.nn.Linear(32, 32) for _ in range(2))
+        self.k, self.v = (flow.nn.Linear(32, 16) for _ in range(2))
+        self.register_buffer("frequencies", 300.0 ** (-flow.arange(0, 4, 2).float() / 4))
+
+    def turn(self, x: Any) -> Any:
+        angles = flow.arange(12).float().unsqueeze(1) * self.frequencies
+        pairs = x[..., :4].reshape(*x.shape[:-1], 2, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        turned = flow.stack([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+        return flow.cat([turned.reshape(*x.shape[:-1], 4), x[..., 4:]], dim=-1)
+
+    def forward(self, tokens: Any, labels: Any) -> Any:
+        h = self.table(tokens)
+        q = self.q(h).reshape(-1, 12, 4, 8).transpose(1, 2)
+        k, v = (part.reshape(-1, 12, 2, 8).transpose(1, 2) for part in (self.k(h), self.v(h)))
+        q, k = self.turn(q), self.turn(k)
+        k, v = (flow.repeat_interleave(part, 2, dim=1) for part in (k, v))
+        scores = self.hide(flow.matmul(q, k.transpose(-2, -1)) / 8**0.5, tokens)
+        y = flow.matmul(flow.softmax(scores, dim=-1), v).transpose(1, 2).reshape(-1, 12, 32)
+        return flow.nn.functional.cross_entropy(self.o(y).reshape(-1, 32), labels.reshape(-1))
+
+    def hide(self, scores: Any, tokens: Any) -> Any:
+        return scores
+
+
+class TurnedWithMask(Turned):
+    """The same with a mask of padding."""
+
+    def hide(self, scores: Any, tokens: Any) -> Any:
+        return scores.masked_fill((tokens == 0)[:, None, None, :], -1e9)
+
+
+def turned() -> tuple[Any, Any]:
+    return Turned(), (flow.randint(0, 20, (8, 12)), flow.randint(0, 20, (8, 12)))
+
+
+def turned_with_mask() -> tuple[Any, Any]:
+    return TurnedWithMask(), turned()[1]
+
+
 class Across(flow.nn.Module):
     """Queries of 7 rows, keys of 12, a mask of both, and a dropout of probabilities."""
 
@@ -125,6 +171,8 @@ OWN_MODELS = {
     "gated": gated,
     "across": across,
     "key_groups": key_groups,
+    "turned": turned,
+    "turned_with_mask": turned_with_mask,
     "windows_with_dropout": lambda: zoo_models.swin(attn_drop_rate=0.2),
 }
 

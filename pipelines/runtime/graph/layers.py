@@ -312,8 +312,14 @@ def _attention(context: _Context) -> GlobalLayer:
         raise UserError(
             f"{layer.describe()}: should read q, k and v of one or of three linear layers; it reads {producers}"
         )
-    theta = context.read(context.fact("theta", "rotary_base_of"))
-    options: dict[str, Any] = {"theta": theta} if theta else {}
+    if attributes.keys() & {"rotary_features", "rotary_neighbours"}:
+        raise UserError(
+            f"{layer.describe()}: the graph executor turns the halves of all features of a head by their positions, and no other "
+            "pairs; use the eager executor"
+        )
+    theta = attributes.get("rotary_base", None)
+    theta = context.read(context.fact("theta", "rotary_base_of")) if theta is None else theta
+    options: dict[str, Any] = {"theta": float(theta)} if theta else {}
     if kind_of(layer.kind).drops_elements(layer):
         dropout = context.read(context.fact("dropout", "dropout_of", layer.name, -1))
         options["dropout"] = dropout.probability
