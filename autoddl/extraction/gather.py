@@ -40,6 +40,7 @@ from .norms import NormRegion, find_norms
 from .operators import LOOKUPS, SUMS, Operator, OperatorGraph, lookup_arguments, stream_of
 from .programs import MadeProgram, make_score_program
 from .registered import RegisteredRegion, find_registered
+from .rotary import rotary_attributes
 from .samples import find_samples
 
 __all__ = ["gather"]
@@ -161,7 +162,13 @@ class _Gathering(Assembly):
             return self._is_parameter(part.weight)
         is_stored = self._is_parameter(part.weight) and part.product.attributes.get("transpose_b")
         if not is_stored:
-            self.reasons[part.product.name] = "its weight is not stored as (out, in), or is computed"
+            is_shared = part.weight in self.mixed
+            reason = (
+                "is read by another part of the model, too"
+                if is_shared
+                else "is not stored as (out, in), or is computed"
+            )
+            self.reasons[part.product.name] = f"its weight {reason}"
         is_vector = not part.bias or self._is_parameter(part.bias, (part.out_features,))
         return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
 
@@ -185,12 +192,8 @@ class _Gathering(Assembly):
         return False
 
     def _is_known_attention(self, region: AttentionRegion, projected: Mapping[str, str]) -> bool:
-        """Return whether ranks have the attention core; if not, its operators get the reason.
-
-        Args:
-            region: The core.
-            projected: What each dense layer reads, by its output.
-        """
+        """Return whether ranks have the attention core; if not, its operators get the reason. ``projected`` says what each dense
+        layer reads, by its output."""
         reason = region.reason
         read = {projected.get(tensor, tensor) for tensor in region.sources}
         if not reason and (len(region.sources), len(read)) not in ((1, 1), (3, 1), (3, 2), (3, 3)):
@@ -265,7 +268,7 @@ class _Gathering(Assembly):
             attributes={
                 **layer.attributes,
                 **({"interleaved": 1} if region.is_interleaved else {}),
-                **self._rotary_attributes(region),
+                **rotary_attributes(region.rotary, region.head_dim, rotary_base_of(graph.model, region.path)),
             },
             scores=None if made is None else made.program,
         )
@@ -275,18 +278,6 @@ class _Gathering(Assembly):
         draft = LayerDraft(layer, name, region.path, self._sources(region.sources), variables)
         draft.streams += [stream_of(graph, op) for op in region.operators if op.kind == "dropout"]
         self._add(draft, region.output)
-
-    def _rotary_attributes(self, region: AttentionRegion) -> dict[str, int]:
-        """Return what a layer says of rotary positions: nothing if its module says it all, as in the models of known families."""
-        base, features, is_of_neighbours = region.rotary
-        said = rotary_base_of(self.graph.model, region.path)
-        if (base, features, is_of_neighbours) == (said or 0, features and region.head_dim, False):
-            return {}
-        return {
-            "rotary_base": base,
-            **({"rotary_features": features} if base and features != region.head_dim else {}),
-            **({"rotary_neighbours": 1} if is_of_neighbours else {}),
-        }
 
     def _add_dense(self, group: DenseGroup) -> None:
         first = group.parts[0]

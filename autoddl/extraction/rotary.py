@@ -31,7 +31,7 @@ from autoddl.pipelines.runtime.replay.operators import RANDOM, is_replayed
 from .operators import Operator, OperatorGraph
 from .scales import attributes_of
 
-__all__ = ["Turn", "turn_of"]
+__all__ = ["Turn", "rotary_attributes", "turn_of"]
 
 #: Largest relative error of turned features: tables of cosines have single precision, and so have the angles in radians.
 _ERROR, _ERROR_OF_POSITION = 2e-5, 5e-7
@@ -69,6 +69,24 @@ class Turn:
     def angles(self) -> tuple[int, int, bool]:
         """Base, turned features and pairs."""
         return self.base, self.features, self.is_of_neighbours
+
+
+def rotary_attributes(angles: tuple[int, int, bool], head_dim: int, said: float | None) -> dict[str, int]:
+    """Return what a layer says of rotary positions: nothing if its module says it all, as in the models of known families.
+
+    Args:
+        angles: See `Turn.angles`.
+        head_dim: Features of a head.
+        said: The base that the module says (:func:`autoddl.pipelines.runtime.facts.rotary_base_of`).
+    """
+    base, features, is_of_neighbours = angles
+    if (base, features, is_of_neighbours) == (said or 0, base and head_dim, False):
+        return {}
+    return {
+        "rotary_base": base,
+        **({"rotary_features": features} if base and features != head_dim else {}),
+        **({"rotary_neighbours": 1} if is_of_neighbours else {}),
+    }
 
 
 def turn_of(

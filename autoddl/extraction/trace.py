@@ -249,10 +249,28 @@ def _proxies_as_modules() -> Iterator[None]:
     flow: Any = load_oneflow()
     proxy: Any = importlib.import_module("oneflow.nn.graph.proxy")
     graph: Any = importlib.import_module("oneflow.nn.graph.graph")
+    graph_module = proxy.GraphModule
     proxy_class, iterate = proxy.get_proxy_cls, proxy.ProxyParameterList.__iter__
 
     class Instance(proxy.ProxyModule):  # type: ignore[misc]
         __class__ = property(lambda self: type(self.to(flow.nn.Module)))
+
+        def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
+            """The tensors of the graph that stand for the parameters, for a forward pass that goes through them."""
+            for name, _ in self.to(flow.nn.Module).named_parameters(recurse=recurse):
+                owner = self
+                *parts, last = name.split(".")
+                for part in parts:
+                    owner = owner._modules[part]
+                tensor = owner._parameters[last]
+                tensor.try_build()
+                yield f"{prefix}.{name}" if prefix else name, tensor.lazy_origin
+
+        def parameters(self, recurse: bool = True) -> Iterator[Any]:
+            is_read = self.to(graph_module)._is_executing_forward
+            return (
+                (value for _, value in self.named_parameters("", recurse)) if is_read else super().parameters(recurse)
+            )
 
     def choose(item: Any) -> Any:
         found = proxy_class(item)
@@ -265,6 +283,33 @@ def _proxies_as_modules() -> Iterator[None]:
     finally:
         proxy.get_proxy_cls = graph.get_proxy_cls = proxy_class
         proxy.ProxyParameterList.__iter__ = iterate
+
+
+@contextlib.contextmanager
+def _stand_ins_called(graph: Any) -> Iterator[None]:
+    """Call the objects that stand for the modules of a lazy graph in place of these modules while the context is active.
+
+    A module may keep its parts in a plain list, too, where OneFlow does not replace them. It aborts the process when such a part
+    uses a parameter of the graph.
+    """
+    flow: Any = load_oneflow()
+    call = flow.nn.Module.__call__
+    stand_ins: dict[int, Any] = {}
+    pending = [getattr(graph, _ROOT)]
+    while pending:
+        stand_in = pending.pop()
+        stand_ins.setdefault(id(stand_in.to(flow.nn.Module)), stand_in)
+        pending += [part for part in stand_in.__dict__["_modules"].values() if part is not None]
+
+    def call_stand_in(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stand_in = stand_ins.get(id(self))
+        return call(self, *args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
+
+    flow.nn.Module.__call__ = call_stand_in
+    try:
+        yield
+    finally:
+        flow.nn.Module.__call__ = call
 
 
 def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -300,7 +345,8 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         created += copies
         graph = Traced()
         try:
-            graph.build_graph(*inputs)
+            with _stand_ins_called(graph):
+                graph.build_graph(*inputs)
         except UserError:
             raise
         except Exception as error:  # whatever a user's forward raises

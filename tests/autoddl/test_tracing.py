@@ -57,6 +57,38 @@ def test_lists_of_parameters_are_tensors():
     assert {p.name for layer in graph.layers for p in layer.parameters} == {"weights.0", "weights.1"}
 
 
+def test_parts_in_plain_lists_are_those_of_the_model():
+    """Parts that a module keeps in a list, and registers, too: OneFlow replaces the registered ones alone (GENet)."""
+    flow: Any = load_oneflow()
+    layers = [flow.nn.Linear(8, 8), flow.nn.Linear(8, 4)]
+    model = module_of(
+        lambda model, x: model.layers[1](model.layers[0](x)), kept=flow.nn.ModuleList(layers), layers=layers
+    )
+    graph = extract(model, (flow.zeros(4, 8),))
+    assert [(layer.name, layer.kind) for layer in graph.layers] == [("kept.0", "linear"), ("kept.1", "linear")]
+    assert model.layers[0](flow.zeros(4, 8)).is_lazy is False  # calls are as they were
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_forward_pass_may_go_through_its_parameters(is_named):
+    """A penalty on all weights, also on those of parts and of lists; the reason of the products is that they are read twice."""
+    flow: Any = load_oneflow()
+
+    def forward(model, x):
+        listed = [p for n, p in model.named_parameters() if "weight" in n] if is_named else list(model.parameters())
+        return model.last(model.first(x)).mean() + sum((p * p).sum() for p in listed)
+
+    parts = {
+        "first": flow.nn.Linear(8, 8),
+        "last": flow.nn.Sequential(flow.nn.ReLU(), flow.nn.Linear(8, 4, bias=False)),
+    }
+    others = flow.nn.ParameterList([flow.nn.Parameter(flow.ones(4))])
+    graph = extract(module_of(forward, **parts, others=others), (flow.zeros(4, 8),))
+    read = {p.name for layer in graph.layers for p in layer.parameters if p.tied_to is None}
+    assert read == {"first.weight", "last.1.weight", "first.bias", *(() if is_named else ("others.0",))}
+    assert any("its weight is read by another part of the model, too" in note for note in graph.notes)
+
+
 def test_gradients_end_where_a_model_ends_them():
     """At ``detach()``, and at the results of ``no_grad()`` that are read outside; integers have no gradients."""
     flow: Any = load_oneflow()
