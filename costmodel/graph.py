@@ -338,6 +338,7 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
         **({"dropouts": list(layer.dropouts)} if layer.dropouts else {}),
         **({} if layer.program is None else {"program": layer.program.document()}),
         **({} if layer.scores is None else {"scores": layer.scores.document()}),
+        **({} if layer.eps is None else {"eps": layer.eps}),
     }
 
 
@@ -406,6 +407,7 @@ def _layer(fields: Fields) -> Layer:
         dropouts=fields.texts("dropouts") if "dropouts" in fields else (),
         program=program_from_fields(fields.object("program")) if "program" in fields else None,
         scores=program_from_fields(fields.object("scores"), is_of_scores=True) if "scores" in fields else None,
+        eps=fields.number("eps") if "eps" in fields else None,
     )
     fields.finish()
     return layer

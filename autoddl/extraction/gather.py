@@ -18,6 +18,7 @@ Skipped operators become part of the programs that need them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from functools import partial
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import LOSSES
-from autoddl.pipelines.runtime.facts import rotary_base_of
+from autoddl.pipelines.runtime.facts import find_eps, rotary_base_of
 
 from ..zoo import layers as make
 from .activations import epilogue_name, is_plain_activation
@@ -173,15 +174,11 @@ class _Gathering(Assembly):
         return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
 
     def _is_known_norm(self, norm: NormRegion) -> bool:
-        """Return whether ranks have the norm: its module says what is added to the variance, and its vectors are parameters."""
-        module = self.graph.modules.get(norm.operators[0].path)
-        has_constant = any(
-            isinstance(getattr(module, name, None), (int, float)) for name in ("eps", "variance_epsilon", "epsilon")
-        )
+        """Return whether ranks have the norm: it is one, and its vectors are parameters."""
         features = self.graph.shapes[norm.source][-1]
         are_vectors = bool(norm.learned) and all(self._is_parameter(tensor, (features,)) for tensor in norm.learned)
-        if not has_constant:
-            reason = "its norm has no module that says with eps what is added to the variance"
+        if norm.reason:
+            reason = norm.reason
         elif not are_vectors:
             reason = "its norm has no scale that is a parameter with an element for each feature"
         elif not self._has_rows(norm.source) or not all(map(self._is_split, norm.operators)):
@@ -230,7 +227,9 @@ class _Gathering(Assembly):
         rows, features = self.graph.rows_and_features(norm.source)
         is_module = self._is_leaf(first.path)
         layer = make.norm("", rows, features, statistics=norm.statistics)
-        layer = replace(layer, modules=(first.path,))
+        said = find_eps(self.graph.model, first.path)
+        is_said = said is not None and math.isclose(said, norm.eps, rel_tol=1e-2)
+        layer = replace(layer, modules=(first.path,), eps=None if is_said else norm.eps)
         name = first.path if is_module else self._join(first.path, "norm")
         variables = self._parameters(norm.learned, first.path)
         sources, feed = self._sources([norm.source]), self._feed([norm.source])

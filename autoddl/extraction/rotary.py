@@ -20,16 +20,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from autoddl.costmodel.program import Program, Result, Source, TracedCall, at
-from autoddl.pipelines.runtime.facts import buffer_of
-from autoddl.pipelines.runtime.replay.operators import RANDOM, is_replayed
-
-from .operators import Operator, OperatorGraph
-from .scales import attributes_of
+from .behaviour import Part, part_between
+from .operators import OperatorGraph
 
 __all__ = ["Turn", "rotary_attributes", "turn_of"]
 
@@ -37,14 +32,6 @@ __all__ = ["Turn", "rotary_attributes", "turn_of"]
 _ERROR, _ERROR_OF_POSITION = 2e-5, 5e-7
 #: Base of pairs that are all turned by whole radians.
 _ANY_BASE = 10_000
-
-
-class _Array(NamedTuple):
-    """An array that can be compared."""
-
-    content: bytes
-    dtype: np.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -102,26 +89,22 @@ def turn_of(
         head_dim: Features of a head.
         is_transposed: Whether the last two dimensions of ``tensor`` are features and positions.
     """
-    computed = _computed(graph, tensor, source)
-    if isinstance(computed, str):
-        return computed
+    part = part_between(graph, (source,), tensor)
+    if isinstance(part, str):
+        return f"its attention {part} between rows and their queries or keys"
     features = graph.elements(source) // (graph.batch * length)
-    return _turn(*computed, length, features, head_dim, is_transposed)
+    return _turn(part, length, features, head_dim, is_transposed)
 
 
 @functools.lru_cache(maxsize=16)  # the layers of a model are alike
-def _turn(
-    program: Program, arrays: tuple[_Array, ...], length: int, features: int, head_dim: int, is_transposed: bool
-) -> Turn | str:
-    """See `turn_of`; ``program`` computes queries or keys from the source, the first of the data that it reads, and ``arrays``."""
-    shape, of_result = at(program.sources[0].shape, 1), at(program.results[0].shape, 1)
-    given = [np.frombuffer(array.content, array.dtype).reshape(array.shape) for array in arrays]
+def _turn(part: Part, length: int, features: int, head_dim: int, is_transposed: bool) -> Turn | str:
+    """See `turn_of`; ``part`` computes queries or keys from the source."""
 
     def of_heads(values: np.ndarray) -> np.ndarray:
         """Return the result for a source (positions, features): (heads, positions, features of a head)."""
-        y = _run(program, [values.reshape(shape).astype(np.float32), *given]).reshape(of_result)
+        y = part.run(values)
         y = y.reshape(-1, *y.shape[-2:])
-        return (np.swapaxes(y, 1, 2) if is_transposed else y).astype(np.float64)
+        return np.swapaxes(y, 1, 2) if is_transposed else y
 
     other = "its attention computes its queries or keys from their rows in another way than by rotary positions"
     random = np.random.default_rng(0)
@@ -185,60 +168,3 @@ def _base_of(turned: np.ndarray, unturned: np.ndarray) -> int:
         if (np.abs(turns - expected) <= _ERROR + _ERROR_OF_POSITION * positions).all():
             return base
     return 0
-
-
-def _computed(graph: OperatorGraph, tensor: str, source: str) -> tuple[Program, tuple[_Array, ...]] | str:
-    """Return the program that computes a tensor of one sample from a source and from arrays, or why there is none."""
-    needed: dict[str, Operator] = {}
-    variables: dict[str, None] = {}
-    pending = [tensor]
-    while pending:
-        name = pending.pop()
-        if name == source:
-            continue
-        if name in graph.variables:
-            variables[name] = None
-            continue
-        op = graph.producer.get(name)
-        if op is None or graph.is_raw(name):
-            return "its attention turns queries or keys by positions that are inputs of the model"
-        if not is_replayed(op.kind) or op.kind in RANDOM:
-            return f"its attention applies {op.kind} to queries or keys"
-        if op.name not in needed:
-            needed[op.name] = op
-            pending += op.inputs
-    operators = sorted(needed.values(), key=lambda op: graph.position[op.name])
-    # Names that do not depend on the layer.
-    names = {name: f"t{i}" for i, name in enumerate((source, *variables, *(op.output for op in operators)))}
-    shapes = [at(graph.dims[source], 1), *(graph.variables[name].shape for name in variables)]
-    sources = tuple(Source(f"t{i}", "data", i, shape=shape) for i, shape in enumerate(shapes))
-    calls = tuple(
-        TracedCall(
-            op.kind,
-            {key: tuple(names[name] for name in read) for key, read in op.arguments.items()},
-            {"out": (names[op.output],)},
-            {name: at(value, 1) for name, value in attributes_of(graph, op).items()},
-        )
-        for op in operators
-    )
-    program = Program(sources, calls, (Result(names[tensor], at(graph.dims[tensor], 1)),))
-    return program, tuple(_array_of(graph, name) for name in variables)
-
-
-def _array_of(graph: OperatorGraph, name: str) -> _Array:
-    variable = graph.variables[name]
-    owner, _, attribute = variable.name.rpartition(".")
-    values = buffer_of(graph.model, owner, attribute) if variable.constant is None else np.asarray(variable.constant)
-    return _Array(values.tobytes(), values.dtype, values.shape)
-
-
-def _run(program: Program, arrays: list[np.ndarray]) -> np.ndarray:
-    """Return the result of a program of one sample, for the arrays of its data."""
-    # The runtime needs OneFlow, which only models of OneFlow need.
-    from autoddl.costmodel.layer import Layer
-    from autoddl.pipelines.runtime.backend import backend_of
-    from autoddl.pipelines.runtime.layers import build_feed
-    from autoddl.pipelines.runtime.stepping import Stepper
-
-    layer = Layer("turned", "opaque", (1,), (1,), program=program)
-    return build_feed(layer, Stepper(1, backend_of("float32", "cpu")), None)(arrays, 1, None)

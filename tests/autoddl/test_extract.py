@@ -435,10 +435,11 @@ def test_gate_in_one_matrix():
 
 
 def test_norms_by_hand():
-    """Without a module that says what is added to the variance, a norm is a program."""
+    """What is added to the variance is known from what the norm does; norms without a scale are a program."""
     graph = extracted("norms_by_hand")
-    assert [layer.kind for layer in graph.layers] == ["linear", "opaque"]
-    assert {"w"} <= {p.name for p in graph.layers[1].parameters}
+    assert [layer.kind for layer in graph.layers] == ["linear", "norm", "opaque"]
+    norm = graph.layers[1]
+    assert [p.name for p in norm.parameters] == ["w"] and norm.attributes["statistics"] == 1 and norm.eps == 1e-6
 
 
 def test_samples_that_are_mixed():

@@ -148,6 +148,25 @@ def gated() -> tuple[Any, Any]:
     return Gated(), (flow.randn(8, 6, 16), flow.randn(8, 6, 16))
 
 
+class NormsByHand(flow.nn.Module):
+    """A layer norm and an RMS norm that no module says eps of, and one that divides by an unbiased deviation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = flow.nn.Linear(16, 16), flow.nn.Linear(16, 3)
+        self.eps = 1e-6  # of none of them
+        for name in "abcde":
+            setattr(self, name, flow.nn.Parameter(flow.rand(16) + 0.5))
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        x = self.first(x) / 8
+        centred = x - x.mean(-1, keepdim=True)
+        x = x + self.a * centred / flow.sqrt((centred * centred).mean(-1, keepdim=True) + 1e-2) + self.b
+        x = x + x * flow.rsqrt((x * x).mean(-1, keepdim=True) + 1e-1) * self.c
+        x = x + self.d * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-2) + self.e
+        return flow.nn.functional.cross_entropy(self.last(x).reshape(-1, 3), labels.reshape(-1))
+
+
 class RowNorms(flow.nn.Module):
     """Batch norms of all rows of all samples, as LeViT has them after its products."""
 
@@ -167,6 +186,7 @@ def row_norms() -> tuple[Any, Any]:
 
 
 OWN_MODELS = {
+    "norms_by_hand": lambda: (NormsByHand(), row_norms()[1]),
     "row_norms": row_norms,
     "gated": gated,
     "across": across,

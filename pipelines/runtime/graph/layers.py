@@ -287,7 +287,8 @@ def _position(context: _Context) -> GlobalLayer:
 
 def _norm(context: _Context) -> GlobalLayer:
     layer = context.layer
-    features, eps = layer.attributes["features"], context.read(context.fact("eps", "eps_of"))
+    features = layer.attributes["features"]
+    eps = context.read(context.fact("eps", "eps_of")) if layer.eps is None else layer.eps
     if layer.attributes["statistics"] == 2:
         module = Call("LayerNorm", (MESH, features, eps), {} if context.has_bias else {"bias": False})
     elif context.has_bias:
