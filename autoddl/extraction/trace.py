@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -245,12 +246,13 @@ def _copied_lists(module: Any) -> Iterator[list[Any]]:
 @contextlib.contextmanager
 def _proxies_as_modules() -> Iterator[None]:
     """Let the objects that stand for modules in a lazy graph be instances of the classes of these modules, and lists of parameters
-    be lists of tensors when a loop reads them, while the context is active."""
+    be lists of tensors when a loop reads them, and let sequences of modules have slices, while the context is active."""
     flow: Any = load_oneflow()
     proxy: Any = importlib.import_module("oneflow.nn.graph.proxy")
     graph: Any = importlib.import_module("oneflow.nn.graph.graph")
     graph_module = proxy.GraphModule
     proxy_class, iterate = proxy.get_proxy_cls, proxy.ProxyParameterList.__iter__
+    sequences = {kind: kind.__getitem__ for kind in (proxy.ProxySequential, proxy.ProxyModuleList)}
 
     class Instance(proxy.ProxyModule):  # type: ignore[misc]
         __class__ = property(lambda self: type(self.to(flow.nn.Module)))
@@ -272,17 +274,31 @@ def _proxies_as_modules() -> Iterator[None]:
                 (value for _, value in self.named_parameters("", recurse)) if is_read else super().parameters(recurse)
             )
 
+    class Slice(list):  # type: ignore[type-arg]
+        """Some modules of a sequence."""
+
+        def __call__(self, x: Any) -> Any:
+            return functools.reduce(lambda y, part: part(y), self, x)
+
+    def item(self: Any, place: Any) -> Any:
+        is_slice = isinstance(place, slice)
+        return Slice(list(self._modules.values())[place]) if is_slice else sequences[type(self)](self, place)
+
     def choose(item: Any) -> Any:
         found = proxy_class(item)
         return Instance if found is proxy.ProxyModule else found
 
     proxy.get_proxy_cls = graph.get_proxy_cls = choose
     proxy.ProxyParameterList.__iter__ = lambda self: (self[i] for i in range(len(self)))
+    for kind in sequences:
+        kind.__getitem__ = item
     try:
         yield
     finally:
         proxy.get_proxy_cls = graph.get_proxy_cls = proxy_class
         proxy.ProxyParameterList.__iter__ = iterate
+        for kind, item_of in sequences.items():
+            kind.__getitem__ = item_of
 
 
 @contextlib.contextmanager

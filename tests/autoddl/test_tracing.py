@@ -69,6 +69,31 @@ def test_parts_in_plain_lists_are_those_of_the_model():
     assert model.layers[0](flow.zeros(4, 8)).is_lazy is False  # calls are as they were
 
 
+def test_sequences_have_slices():
+    nn: Any = load_oneflow().nn
+    model = module_of(
+        lambda model, x: model.parts[2:](model.parts[:2](x)) + sum(part(x) for part in model.list[1:]),
+        parts=nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8)),
+        list=nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]),
+    )
+    layers = extract(model, (load_oneflow().zeros(4, 8),)).layers
+    assert [layer.name for layer in layers if layer.kind == "linear"] == ["parts.0", "parts.2", "list.1", "list.2"]
+
+
+def test_norms_of_whole_tensors_are_sums_of_squares():
+    """OneFlow has an operator of its own for them where there are no gradients."""
+    flow: Any = load_oneflow()
+
+    def forward(model, x):
+        with flow.no_grad():
+            norm = (2 * model.layer.weight).norm()
+        return model.layer(x).mean() * norm
+
+    (loss,) = extract(module_of(forward, layer=flow.nn.Linear(8, 4)), (flow.zeros(4, 8),)).layers
+    kinds = [call.kind for call in loss.program.calls]
+    assert "square" in kinds and "sqrt" in kinds and "sqrt_square_sum" not in kinds
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_forward_pass_may_go_through_its_parameters(is_named):
     """A penalty on all weights, also on those of parts and of lists; the reason of the products is that they are read twice."""

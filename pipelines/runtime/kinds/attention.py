@@ -58,8 +58,8 @@ def program(context: LayerContext) -> LayerProgram:
         dropout = context.fact("dropout", "dropout_of", layer.name, -1, *layer.dropouts[-1:])
         arguments = (dropout, Name("step"), RANKS, context.layout, Name("num_samples"), layer.rows, attributes["heads"])
         further = {name: attributes[name] for name in ("windows", "key_rows") if name in attributes}
-        statements.append(Call("bind_dropout", arguments, further, result=("drop",)))
-        options["drop"] = Name("drop")
+        statements.append(Call("bind_dropout", arguments, further, result=("drop_probabilities",)))
+        options["drop"] = Name("drop_probabilities")
     if slices > 1 and not is_across:
         options["slices"] = slices
     if context.strategy.key_copies:
