@@ -38,12 +38,14 @@ class MadeProgram:
     Attributes:
         program: The program.
         reads: Active tensors of other layers, in the order of the program's sources of layers.
+        firsts: The first of the tensors that are views of the output of one layer, for each layer.
         parameters: Variables of the trace, in the order of the program's parameters.
     """
 
     program: Program
     reads: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    firsts: tuple[str, ...] = ()
 
 
 def check_replayed(graph: OperatorGraph, op: Operator, wheres: Callable[[Operator], str]) -> None:

@@ -94,6 +94,20 @@ def test_norms_of_whole_tensors_are_sums_of_squares():
     assert "square" in kinds and "sqrt" in kinds and "sqrt_square_sum" not in kinds
 
 
+def test_a_program_reads_a_layer_once():
+    """Of an output and a view of it, which two parts of a loss read, one layout is changed, and it is sent once."""
+    flow: Any = load_oneflow()
+
+    def forward(model, x):
+        y = model.layer(x)
+        return flow.log_softmax(y.reshape(-1, 2), dim=-1).mean() + y.std(dim=1).mean()
+
+    graph = extract(module_of(forward, layer=flow.nn.Linear(8, 4)), (flow.zeros(4, 8),))
+    (loss,) = (layer for layer in graph.layers if layer.kind == "opaque")
+    assert graph.inputs(loss.name) == ("layer",)
+    assert {source.index for source in loss.program.sources if source.origin == "layer"} == {0}
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_forward_pass_may_go_through_its_parameters(is_named):
     """A penalty on all weights, also on those of parts and of lists; the reason of the products is that they are read twice."""

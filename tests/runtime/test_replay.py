@@ -38,6 +38,7 @@ MODELS = {
     "two_heads": "something else in evaluation",
     "sync_norms": "statistics of all samples, in layers and in a program",
     "swin": "windows",
+    "stacked_gru": "a dropout between recurrent layers",
     "norms_by_hand": "norms of different formulas, whose module says nothing of them",
     "row_norms": "a batch norm whose rows are several of each sample",
     "gated": "gates first and last, and products that look like gates",

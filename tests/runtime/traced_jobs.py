@@ -148,6 +148,24 @@ def gated() -> tuple[Any, Any]:
     return Gated(), (flow.randn(8, 6, 16), flow.randn(8, 6, 16))
 
 
+class StackedGRU(flow.nn.Module):
+    """Two layers in both directions with a dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.o = flow.nn.Embedding(20, 16), flow.nn.Linear(24, 20)
+        self.gru = flow.nn.GRU(16, 12, num_layers=2, dropout=0.3, batch_first=True, bidirectional=True)
+
+    def forward(self, tokens: Any, labels: Any) -> Any:
+        return flow.nn.functional.cross_entropy(
+            self.o(self.gru(self.table(tokens))[0]).reshape(-1, 20), labels.reshape(-1)
+        )
+
+
+def stacked_gru() -> tuple[Any, Any]:
+    return StackedGRU(), tuple(flow.randint(0, 20, (8, 5)) for _ in range(2))
+
+
 class NormsByHand(flow.nn.Module):
     """A layer norm and an RMS norm that no module says eps of, and one that divides by an unbiased deviation."""
 
@@ -186,6 +204,7 @@ def row_norms() -> tuple[Any, Any]:
 
 
 OWN_MODELS = {
+    "stacked_gru": stacked_gru,
     "norms_by_hand": lambda: (NormsByHand(), row_norms()[1]),
     "row_norms": row_norms,
     "gated": gated,
