@@ -124,7 +124,8 @@ def se_resnet():
     from flowvision.models.senet import SENet, SEResNetBottleneck
 
     model = SENet(SEResNetBottleneck, [1, 1, 1, 1], groups=1, reduction=16, dropout_p=None, inplanes=64, num_classes=10)
-    return Classifier(model), images(224)
+    model.avg_pool = nn.AdaptiveAvgPool2d(1)  # its own one is for images of 224 pixels
+    return Classifier(model), images(64)
 
 
 def vit():

@@ -296,9 +296,11 @@ def _all_reduced(num_ranks: int, nbytes: float) -> Sent:
 def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
     """Return the name of the parameter that a parameter is tied to, directly or through others: ``LAYER/PARAMETER``."""
     while parameter.tied_to is not None:
-        layer = graph[parameter.tied_to]
-        size = parameter.num_elements
-        parameter = next(other for other in layer.parameters if other.num_elements == size)
+        # A norm that is used twice shares two vectors of one size, which come in the same order.
+        owner, size = graph[parameter.tied_to], parameter.num_elements
+        shared = [p.name for p in layer.parameters if p.tied_to == owner.name and p.num_elements == size]
+        alike = [other for other in owner.parameters if other.num_elements == size]
+        layer, parameter = owner, alike[min(shared.index(parameter.name), len(alike) - 1)]
     return f"{layer.name}/{parameter.name}"
 
 
