@@ -5,7 +5,8 @@ An edge is the producer's output.  :mod:`autoddl.costmodel.layer` describes the 
 ===========  ====================================================================================================
 kind         attributes
 ===========  ====================================================================================================
-linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue)
+linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue); transposed = 1
+             if the model stores its weights as (in, out)
 embedding    vocabulary, features: a lookup table
 position     positions, features: a table added to every sample
 attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences;

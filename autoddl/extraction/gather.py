@@ -155,23 +155,18 @@ class _Gathering(Assembly):
             self.actions[op.name] = action if tensor in op.outputs else None
 
     def _is_known_product(self, part: Dense) -> bool:
-        """Return whether ranks have the product: they store its weight as (out, in), and its rows belong to single samples."""
+        """Return whether ranks have the product: its weight is a parameter, and its rows belong to single samples."""
         graph, samples = self.graph, self.samples
         if not all(self._is_split(op) for op in part.operators) or not self._has_rows(part.source):
             return False
         if part.product.kind == "fused_matmul_bias":
             return self._is_parameter(part.weight)
-        is_stored = self._is_parameter(part.weight) and part.product.attributes.get("transpose_b")
+        is_stored = self._is_parameter(part.weight)
         if not is_stored:
-            is_shared = part.weight in self.mixed
-            reason = (
-                "is read by another part of the model, too"
-                if is_shared
-                else "is not stored as (out, in), or is computed"
-            )
-            self.reasons[part.product.name] = f"its weight {reason}"
+            shared = "read by another part of the model, too" if part.weight in self.mixed else ""
+            self.reasons[part.product.name] = f"its weight is {shared or 'computed'}"
         is_vector = not part.bias or self._is_parameter(part.bias, (part.out_features,))
-        return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
+        return is_stored and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
 
     def _is_known_norm(self, norm: NormRegion) -> bool:
         """Return whether ranks have the norm: it is one, and its vectors are parameters."""
@@ -285,6 +280,8 @@ class _Gathering(Assembly):
         out_features = sum(part.out_features for part in group.parts)
         epilogue = tuple(map(epilogue_name, group.activations)) + ((group.operation,) if group.output else ())
         layer = make.linear("", rows, in_features, out_features, epilogue=epilogue)
+        if first.is_transposed:
+            layer = replace(layer, attributes={**layer.attributes, "transposed": 1})
         variables = [
             parameter
             for part in group.parts

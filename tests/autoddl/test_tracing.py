@@ -146,3 +146,22 @@ def test_gradients_end_where_a_model_ends_them():
     assert flow.ones(2, requires_grad=True).detach().requires_grad is False  # OneFlow is as it was
     with flow.no_grad():
         assert not (2 * flow.ones(2, requires_grad=True)).requires_grad
+
+
+def test_weights_may_be_stored_in_either_order():
+    """(in, out) is a linear layer, too; products with a matrix and with its transposition share no layer's weight."""
+    flow: Any = load_oneflow()
+
+    def forward(model, x):
+        return flow.matmul(flow.relu(flow.matmul(x, model.first) + model.bias), model.last.t())
+
+    parts = {name: flow.nn.Parameter(flow.randn(8, 16)) for name in ("first", "last")}
+    graph = extract(module_of(forward, **parts, bias=flow.nn.Parameter(flow.zeros(16))), (flow.zeros(4, 8),))
+    assert [(layer.kind, layer.attributes.get("transposed", 0)) for layer in graph.layers] == [
+        ("linear", 1),
+        ("linear", 0),
+    ]
+    assert [[p.shape for p in layer.parameters] for layer in graph.layers] == [[(8, 16), (16,)], [(8, 16)]]
+
+    shared = module_of(lambda m, x: flow.matmul(flow.relu(flow.matmul(x, m.first)), m.first.t()), first=parts["first"])
+    assert {layer.kind for layer in extract(shared, (flow.zeros(4, 8),)).layers} == {"opaque"}

@@ -24,6 +24,7 @@ MODELS = {
     "gru_classifier": "a recurrent layer in both directions, a table with padding, means over masked rows",
     "bert_with_mask": "five inputs, a padding mask, a loss that divides sums over all samples",
     "gpt_interleaved": "q, k and v of each head together; a table read twice",
+    "gpt2": "weights stored as (in, out)",
     "t5": "biases by relative position, shared by layers; attention to another sequence",
     "deepfm": "offsets of indices in a buffer, batch norm of rows",
     "dcgan_generator": "transposed convolutions",
@@ -49,7 +50,7 @@ MODELS = {
 #: Models whose attention changes its scores, or turns queries and keys by their positions in an unusual way.
 ATTENTIONS = [
     *("t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups", "across"),
-    *("turned", "turned_with_mask"),
+    *("turned", "turned_with_mask", "gpt2"),
 ]
 
 

@@ -222,6 +222,10 @@ def _linear(context: _Context) -> GlobalLayer:
     biases = [p for p in layer.parameters if len(p.shape) == 1]
     if len(biases) not in (0, len(weights)):
         raise UserError(f"{layer.describe()}: some of its modules have a bias and some do not; all or none should")
+    if layer.attributes.get("transposed"):
+        raise UserError(
+            f"{layer.describe()}: the graph executor runs products whose weights are stored as (out, in); use the eager executor"
+        )
     modules: dict[str, Call] = {}
     parameters = []
     calls: list[Call] = [Call("gather", (X, MESH), num_steps=1)] if context.producers and split == COLUMNS else []
