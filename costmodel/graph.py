@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from .strategy import Strategy
 
-__all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph", "places_of"]
+__all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph", "places_of", "tied_parameter"]
 
 assert BUILT_IN  # the import registers the built-in kinds
 
@@ -257,6 +257,21 @@ class LayerGraph:
         return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
 
 
+def tied_parameter(graph: LayerGraph, parameter: Parameter) -> Parameter:
+    """Return the parameter that a tied one shares its storage with, of the layer that it is tied to.
+
+    Of several of its size, like scale and shift of a norm, it is the one with its name, or else with its attribute's name.
+    """
+    assert parameter.tied_to is not None
+    alike = [p for p in graph[parameter.tied_to].parameters if p.num_elements == parameter.num_elements]
+
+    def likeness(other: Parameter) -> tuple[bool, bool]:
+        attributes = other.name.rpartition(".")[2], parameter.name.rpartition(".")[2]
+        return other.name == parameter.name, attributes[0] == attributes[1]
+
+    return max(alike, key=likeness)  # the first one of equals
+
+
 def places_of(
     layers: Sequence[Layer], edges: Sequence[tuple[str, str]], whole: LayerGraph | None, recompute: str
 ) -> tuple[Place, ...]:
@@ -453,8 +468,6 @@ def _validate_tie(graph: LayerGraph, position: Mapping[str, int], layer: Layer, 
         )
     if parameter.num_elements not in {other.num_elements for other in owner.parameters}:
         raise UserError(f"{what} {owner.name!r}, which has no parameter of {parameter.num_elements} elements")
-    if len({other.tied_to for other in layer.parameters} - {None}) > 1:
-        raise UserError(f"layer {layer.name!r} is tied to several layers, should be tied to one")
 
 
 def _validate_layer(layer: Layer) -> None:

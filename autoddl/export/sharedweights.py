@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import Layer, LayerGraph, tied_parameter
 from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
@@ -37,7 +37,7 @@ class SharedWeights:
         for layer in graph.layers:
             for parameter in layer.parameters:
                 if parameter.tied_to is not None and stage_of[layer.name] != stage_of[parameter.tied_to]:
-                    (owner,) = (p for p in graph[parameter.tied_to].parameters if p.shape == parameter.shape)
+                    owner = tied_parameter(graph, parameter)
                     other_names.setdefault(owner.name, []).append(parameter.name)
         self.groups = [(owner, *others) for owner, others in other_names.items()]
 

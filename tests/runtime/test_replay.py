@@ -39,6 +39,7 @@ MODELS = {
     "two_heads": "something else in evaluation",
     "sync_norms": "statistics of all samples, in layers and in a program",
     "swin": "windows",
+    "ties": "weights of one layer, biases of another",
     "stacked_gru": "a dropout between recurrent layers",
     "norms_by_hand": "norms of different formulas, whose module says nothing of them",
     "row_norms": "a batch norm whose rows are several of each sample",

@@ -148,6 +148,23 @@ def gated() -> tuple[Any, Any]:
     return Gated(), (flow.randn(8, 6, 16), flow.randn(8, 6, 16))
 
 
+class Ties(flow.nn.Module):
+    """Layers that have the weight of one other layer and the bias of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (flow.nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.norm_2, self.norm_3 = (flow.nn.LayerNorm(16) for _ in range(3))
+        self.last = flow.nn.Linear(16, 3)
+        self.third.weight, self.third.bias = self.first.weight, self.second.bias
+        self.norm_3.weight, self.norm_3.bias = self.norm.weight, self.norm_2.bias
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        for layer, norm in ((self.first, self.norm), (self.second, self.norm_2), (self.third, self.norm_3)):
+            x = norm(flow.relu(layer(x)))
+        return flow.nn.functional.cross_entropy(self.last(x).reshape(-1, 3), labels.reshape(-1))
+
+
 class StackedGRU(flow.nn.Module):
     """Two layers in both directions with a dropout between them."""
 
@@ -204,6 +221,7 @@ def row_norms() -> tuple[Any, Any]:
 
 
 OWN_MODELS = {
+    "ties": lambda: (Ties(), row_norms()[1]),
     "stacked_gru": stacked_gru,
     "norms_by_hand": lambda: (NormsByHand(), row_norms()[1]),
     "row_norms": row_norms,
