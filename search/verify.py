@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import networkx
 import numpy as np
 
 from autoddl.costmodel.assessment import Assessment, assess
@@ -177,16 +178,18 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
 
 def _groups(graph: LayerGraph, untied: bool) -> list[list[str]]:
     """The groups of tied layers, which change together."""
-    groups: dict[object, list[str]] = {}
-    owner: dict[str, object] = {}
+    ties = networkx.Graph()
     for layer in graph.layers:
-        shared = next((p.tied_to for p in layer.parameters if p.tied_to), None)
-        key: object = (
-            owner[shared] if shared else (layer.block, layer.role) if layer.block and not untied else layer.name
-        )
-        owner[layer.name] = key
-        groups.setdefault(key, []).append(layer.name)
-    return list(groups.values())
+        shared = [p.tied_to for p in layer.parameters if p.tied_to]
+        if shared:
+            ties.add_edges_from((layer.name, name) for name in shared)
+        elif layer.block and not untied:
+            ties.add_edge(layer.name, (layer.block, layer.role))
+        else:
+            ties.add_node(layer.name)
+    position = {layer.name: number for number, layer in enumerate(graph.layers)}
+    members = ([name for name in group if name in position] for group in networkx.connected_components(ties))
+    return [sorted(names, key=position.__getitem__) for names in members]
 
 
 def _check_single_changes(
