@@ -40,6 +40,8 @@ MAX_EXAMINED_OPERATORS = 4 * MAX_NORM_OPERATORS
 MAX_ELEMENTWISE_DEPTH = 3
 #: Standard deviations of the rows that tell what a norm adds to the variance.
 _DEVIATIONS = (1.0, 1e-2, 1e-4)
+#: What single precision cannot tell from nothing, beside the variance of the smallest rows.
+_LEAST_EPS = 1e-13
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _behaviour(part: Part, features: int, num_learned: int) -> tuple[int, float]
         if not norms.all():
             continue
         found = float(np.median(variances[-1] / norms - variances[-1]))
-        eps = float(f"{max(found, 0.0):.3g}")
+        eps = float(f"{found:.3g}") if found > _LEAST_EPS else 0.0
         expected = [x / np.sqrt(v + eps) for x, v in zip(centred, variances)]
         if all(np.allclose(y, e, rtol=1e-3, atol=1e-4 * np.abs(e).max()) for (_, y), e in zip(tries, expected)):
             return statistics, eps
