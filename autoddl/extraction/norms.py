@@ -38,8 +38,8 @@ MAX_NORM_OPERATORS = 24
 MAX_EXAMINED_OPERATORS = 4 * MAX_NORM_OPERATORS
 #: Element-wise operators between x and a statistic.
 MAX_ELEMENTWISE_DEPTH = 3
-#: Standard deviations of the rows that tell what a norm adds to the variance.
-_DEVIATIONS = (1.0, 1e-2, 1e-4)
+#: Standard deviations of the rows that tell what a norm adds to the variance, the smallest first.
+_DEVIATIONS = (1e-4, 1e-2, 1.0)
 #: What single precision cannot tell from nothing, beside the variance of the smallest rows.
 _LEAST_EPS = 1e-13
 
@@ -135,26 +135,29 @@ def _behaviour(part: Part, features: int, num_learned: int) -> tuple[int, float]
     scale, shift = random.uniform(0.5, 1.5, features), random.uniform(-1.0, 1.0, features)
     learned = (scale, shift)[:num_learned]
     scale, shift = (scale if num_learned else np.ones(features)), (shift if num_learned == 2 else np.zeros(features))
-    num_rows = part.elements // features
-    tries = []
-    for deviation in _DEVIATIONS:
-        x = (random.standard_normal((num_rows, features)) + 0.5) * deviation
-        y = (part.run(x, *learned).reshape(x.shape) - shift) / scale
-        tries.append((x.astype(np.float32).astype(float), y))
-    if not all(np.isfinite(y).all() for _, y in tries):
+    shape = part.elements // features, features
+
+    def tried(deviation: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows of this standard deviation and what the part makes of them, without scale and shift."""
+        x = ((random.standard_normal(shape) + 0.5) * deviation).astype(np.float32)
+        return x.astype(float), (part.run(x, *learned).reshape(shape) - shift) / scale
+
+    def matches(x: np.ndarray, y: np.ndarray, statistics: int, eps: float) -> bool:
+        centred = x - x.mean(axis=-1, keepdims=True) if statistics == 2 else x
+        expected = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps)
+        return np.allclose(y, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+    # The smallest numbers, divided by sqrt(v + eps), tell eps best.
+    smallest, *others = _DEVIATIONS
+    x, y = tried(smallest)
+    norms = (y**2).mean(axis=-1)
+    if not np.isfinite(y).all() or not norms.all():
         return None
-    for statistics in (2, 1):
-        centred = [x - x.mean(axis=-1, keepdims=True) if statistics == 2 else x for x, _ in tries]
-        variances = [(x**2).mean(axis=-1, keepdims=True) for x in centred]
-        # The smallest numbers, divided by sqrt(v + eps), tell eps best.
-        norms = (tries[-1][1] ** 2).mean(axis=-1, keepdims=True)
-        if not norms.all():
-            continue
-        found = float(np.median(variances[-1] / norms - variances[-1]))
+    for statistics, variances in ((2, x.var(axis=-1)), (1, (x**2).mean(axis=-1))):
+        found = float(np.median(variances / norms - variances))
         eps = float(f"{found:.3g}") if found > _LEAST_EPS else 0.0
-        expected = [x / np.sqrt(v + eps) for x, v in zip(centred, variances)]
-        if all(np.allclose(y, e, rtol=1e-3, atol=1e-4 * np.abs(e).max()) for (_, y), e in zip(tries, expected)):
-            return statistics, eps
+        if matches(x, y, statistics, eps):
+            return (statistics, eps) if all(matches(*tried(d), statistics, eps) for d in others) else None
     return None
 
 

@@ -501,6 +501,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @pytest.mark.slow
 def test_gpt_of_16_billion_parameters_needs_little_memory(tmp_path):
+    """Takes 13 s, since a norm of 1024 rows of 8192 features is run on numbers."""
     (tmp_path / "large.py").write_text(LARGE)
     saved = tmp_path / "graph.json"
     arguments = [sys.executable, "-c", MEASURE, f"{tmp_path / 'large.py'}:model", str(saved)]
