@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
 import numpy as np
 
 from autoddl.costmodel.assessment import Assessment, assess
@@ -178,18 +177,18 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
 
 def _groups(graph: LayerGraph, untied: bool) -> list[list[str]]:
     """The groups of tied layers, which change together."""
-    ties = networkx.Graph()
+    groups: dict[object, list[str]] = {}  # by the layers' names, and by block and role
     for layer in graph.layers:
-        shared = [p.tied_to for p in layer.parameters if p.tied_to]
-        if shared:
-            ties.add_edges_from((layer.name, name) for name in shared)
-        elif layer.block and not untied:
-            ties.add_edge(layer.name, (layer.block, layer.role))
-        else:
-            ties.add_node(layer.name)
+        shared: list[object] = [p.tied_to for p in layer.parameters if p.tied_to]
+        keys = shared or ([(layer.block, layer.role)] if layer.block and not untied else [])
+        names, *others = {id(groups[key]): groups[key] for key in keys if key in groups}.values() or [[]]
+        names += [name for other in others for name in other]
+        names.append(layer.name)
+        groups.update(dict.fromkeys([*keys, *(names if others else [layer.name])], names))
     position = {layer.name: number for number, layer in enumerate(graph.layers)}
-    members = ([name for name in group if name in position] for group in networkx.connected_components(ties))
-    return [sorted(names, key=position.__getitem__) for names in members]
+    return [
+        sorted(names, key=position.__getitem__) for names in {id(names): names for names in groups.values()}.values()
+    ]
 
 
 def _check_single_changes(

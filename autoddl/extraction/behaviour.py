@@ -79,7 +79,7 @@ def part_between(graph: OperatorGraph, free: Sequence[str], tensor: str) -> Part
             continue
         if name in graph.variables:
             variable = graph.variables[name]
-            if variable.constant is None and variable.name.rpartition("-")[0].endswith("FreeEagerTensor"):
+            if variable.constant is None and variable.is_free:
                 return "reads a tensor that is no part of its module"
             variables[name] = None
             continue

@@ -58,15 +58,12 @@ def finish(assembly: Assembly, name: str, notes: Sequence[str]) -> LayerGraph:
         program = made[id(draft)]
         tensors = draft.sources if program is None or not draft.is_program else program.reads
         owners = [_final(assembly.owners[tensor], drafts) for tensor in tensors]
-        if draft.is_program and program is not None:
-            made[id(draft)] = program = _read_once(program, owners)
-            producers[id(draft)] = list({id(owner): owner for owner in owners}.values())
-        else:
-            producers[id(draft)] = [*{id(owner): owner for owner in owners}.values(), *draft.further]
+        # Programs have no further drafts.
+        producers[id(draft)] = [*{id(owner): owner for owner in owners}.values(), *draft.further]
         if draft.is_program:
             draft.reason = program_reason(draft.operators, graph, samples, assembly.reasons, draft.is_loss)
         if program is not None and draft.is_program:
-            _describe_program(assembly, draft, program, images)
+            _describe_program(assembly, draft, _read_once(program, owners), images)
         elif program is not None:
             draft.layer = replace(draft.layer, program=program.program)
     return build_layer_graph(drafts, producers, graph, name, notes)

@@ -53,7 +53,7 @@ class NormRegion:
         source: Tensor x that the norm reads.
         output: Tensor that the norm computes; it has the shape of x.
         learned: Learned vectors (scale and shift).
-        statistics: Number of statistics of a row: 2 for layer norm, 1 for RMS norm.
+        statistics: Number of statistics of a row: 2 for layer norm, 1 for RMS norm, 0 if it is not known.
         eps: What is added to the variance.
         reason: Why it is no norm that ranks know, as the end of a sentence. "" if it is one.
     """
@@ -62,7 +62,7 @@ class NormRegion:
     source: str
     output: str
     learned: tuple[str, ...]
-    statistics: int
+    statistics: int = 0
     eps: float = 0.0
     reason: str = ""
 
@@ -248,5 +248,4 @@ def _with_affine(graph: OperatorGraph, members: dict[str, Operator], source: str
         members[op.name] = op
         output = op.output
     learned = dict.fromkeys(tensor for op in members.values() for tensor in graph.learned_inputs(op))
-    statistics = sum(_is_statistic(graph, op) for op in members.values())
-    return NormRegion(tuple(members.values()), source, output, tuple(learned), statistics)
+    return NormRegion(tuple(members.values()), source, output, tuple(learned))

@@ -299,7 +299,7 @@ class _Builder:
             self.sources.append(
                 Source(name, "constant", shape=values.shape, outer=0, values=listed, dtype=str(values.dtype))
             )
-        elif variable.name.rpartition("-")[0].endswith("FreeEagerTensor"):
+        elif variable.is_free:
             raise UserError(
                 f"the forward pass uses a tensor of shape {variable.shape} that is neither a parameter nor a buffer nor an "
                 "attribute of a module; register it as a buffer"

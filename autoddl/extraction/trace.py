@@ -17,7 +17,7 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 
-from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, lookup_arguments
+from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, is_free_name, lookup_arguments
 from .rewriting import marked_gradients, rewritten
 from .scales import with_scales
 from .standins import stand_ins_as_modules, stand_ins_called
@@ -431,7 +431,7 @@ def _variables(
     for tensor, name in names.items():
         relative = _relative(name)
         constant = None
-        if name.rpartition("-")[0].endswith("FreeEagerTensor") and shapes.get(tensor) is not None:
+        if is_free_name(name) and shapes.get(tensor) is not None:
             # OneFlow numbers these tensors in the order of their use, which is mostly that of their creation.
             constant = next((value for value in free if tuple(value.shape) == shapes[tensor]), None)
             free = [value for value in free if value is not constant]
