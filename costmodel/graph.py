@@ -5,13 +5,16 @@ An edge is the producer's output.  :mod:`autoddl.costmodel.layer` describes the 
 ===========  ====================================================================================================
 kind         attributes
 ===========  ====================================================================================================
-linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue)
+linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue); transposed = 1
+             if the model stores its weights as (in, out)
 embedding    vocabulary, features: a lookup table
 position     positions, features: a table added to every sample
 attention    heads, kv_heads, head_dim, causal, and optionally window: softmax(q k^T) v on whole heads of whole sequences;
              with key_rows, cross attention, which reads q, and k and v of as many rows; interleaved = 1 if its input has
              q, k and v of each head together, not those of all heads; windows: successive rows that attend to themselves
-             alone; changes: number of tensors that change the scores (the layer's ``scores`` computes them)
+             alone; changes: number of tensors that change the scores (the layer's ``scores`` computes them); rotary_base:
+             base of rotary positions (0: none; without it, the attribute rope_theta of the module), rotary_features: how
+             many features of a head they turn if not all, rotary_neighbours = 1: the pairs (2 i, 2 i + 1), not the halves
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
 add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 
     from .strategy import Strategy
 
-__all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph", "places_of"]
+__all__ = ["Layer", "LayerGraph", "Parameter", "Place", "load_graph", "places_of", "tied_parameter"]
 
 assert BUILT_IN  # the import registers the built-in kinds
 
@@ -254,6 +257,21 @@ class LayerGraph:
         return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
 
 
+def tied_parameter(graph: LayerGraph, parameter: Parameter) -> Parameter:
+    """Return the parameter that a tied one shares its storage with, of the layer that it is tied to.
+
+    Of several of its size, like scale and shift of a norm, it is the one with its name, or else with its attribute's name.
+    """
+    assert parameter.tied_to is not None
+    alike = [p for p in graph[parameter.tied_to].parameters if p.num_elements == parameter.num_elements]
+
+    def likeness(other: Parameter) -> tuple[bool, bool]:
+        attributes = other.name.rpartition(".")[2], parameter.name.rpartition(".")[2]
+        return other.name == parameter.name, attributes[0] == attributes[1]
+
+    return max(alike, key=likeness)  # the first one of equals
+
+
 def places_of(
     layers: Sequence[Layer], edges: Sequence[tuple[str, str]], whole: LayerGraph | None, recompute: str
 ) -> tuple[Place, ...]:
@@ -336,6 +354,7 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
         **({"dropouts": list(layer.dropouts)} if layer.dropouts else {}),
         **({} if layer.program is None else {"program": layer.program.document()}),
         **({} if layer.scores is None else {"scores": layer.scores.document()}),
+        **({} if layer.eps is None else {"eps": layer.eps}),
     }
 
 
@@ -404,6 +423,7 @@ def _layer(fields: Fields) -> Layer:
         dropouts=fields.texts("dropouts") if "dropouts" in fields else (),
         program=program_from_fields(fields.object("program")) if "program" in fields else None,
         scores=program_from_fields(fields.object("scores"), is_of_scores=True) if "scores" in fields else None,
+        eps=fields.number("eps") if "eps" in fields else None,
     )
     fields.finish()
     return layer
@@ -448,8 +468,6 @@ def _validate_tie(graph: LayerGraph, position: Mapping[str, int], layer: Layer, 
         )
     if parameter.num_elements not in {other.num_elements for other in owner.parameters}:
         raise UserError(f"{what} {owner.name!r}, which has no parameter of {parameter.num_elements} elements")
-    if len({other.tied_to for other in layer.parameters} - {None}) > 1:
-        raise UserError(f"layer {layer.name!r} is tied to several layers, should be tied to one")
 
 
 def _validate_layer(layer: Layer) -> None:

@@ -93,6 +93,7 @@ class Layer:
         dropouts: names of the random numbers of its dropouts in a traced model, those of the epilogue first.
         program: the operators of an opaque layer of a traced model. Of another layer without producers: what computes its data
             from the inputs of the model; None if it reads the first of them as it is.
+        eps: what a norm of a traced model adds to the variance; None if its module says it.
         scores: what attention of a traced model does to its scores before the softmax; None if nothing but a causal mask.
     """
 
@@ -112,6 +113,7 @@ class Layer:
     dropouts: tuple[str, ...] = ()
     program: Program | None = None
     scores: Program | None = None
+    eps: float | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -54,10 +54,16 @@ def variables_of(graph: LayerGraph, cluster: Cluster, untied: bool, offer: Offer
     """Group the layers; see the module's docstring."""
     groups: dict[object, list[str]] = {}
     key_of: dict[str, object] = {}
+    position = {layer.name: number for number, layer in enumerate(graph.layers)}
     for layer in graph.layers:
-        tied_to = next((p.tied_to for p in layer.parameters if p.tied_to), None)
-        if tied_to in key_of:
-            key = key_of[tied_to]
+        tied = {key_of[p.tied_to]: None for p in layer.parameters if p.tied_to in key_of}
+        if tied:
+            # A layer may share its weights with several others: they all have one choice.
+            key, *others = tied
+            for other in others:
+                joined = groups.pop(other)
+                key_of |= dict.fromkeys(joined, key)
+                groups[key] = sorted([*groups[key], *joined], key=position.__getitem__)
         elif layer.block and not untied:
             key = (layer.block, layer.role, layer.signature(), not graph.inputs(layer.name))
         else:

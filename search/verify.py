@@ -177,16 +177,18 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
 
 def _groups(graph: LayerGraph, untied: bool) -> list[list[str]]:
     """The groups of tied layers, which change together."""
-    groups: dict[object, list[str]] = {}
-    owner: dict[str, object] = {}
+    groups: dict[object, list[str]] = {}  # by the layers' names, and by block and role
     for layer in graph.layers:
-        shared = next((p.tied_to for p in layer.parameters if p.tied_to), None)
-        key: object = (
-            owner[shared] if shared else (layer.block, layer.role) if layer.block and not untied else layer.name
-        )
-        owner[layer.name] = key
-        groups.setdefault(key, []).append(layer.name)
-    return list(groups.values())
+        shared: list[object] = [p.tied_to for p in layer.parameters if p.tied_to]
+        keys = shared or ([(layer.block, layer.role)] if layer.block and not untied else [])
+        names, *others = {id(groups[key]): groups[key] for key in keys if key in groups}.values() or [[]]
+        names += [name for other in others for name in other]
+        names.append(layer.name)
+        groups.update(dict.fromkeys([*keys, *(names if others else [layer.name])], names))
+    position = {layer.name: number for number, layer in enumerate(graph.layers)}
+    return [
+        sorted(names, key=position.__getitem__) for names in {id(names): names for names in groups.values()}.values()
+    ]
 
 
 def _check_single_changes(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph import LayerGraph, tied_parameter
 from autoddl.costmodel.kinds.registry import kind_of
 
 from ..zoo.builtin import BuiltIn, recognise
@@ -195,9 +195,8 @@ def aliases_of(graph: LayerGraph) -> dict[str, str]:
     for layer in graph.layers:
         for parameter in layer.parameters:
             if parameter.tied_to is not None:
-                owners = [p for p in graph[parameter.tied_to].parameters if len(p.shape) == len(parameter.shape)]
-                aliases[parameter.name] = owners[0].name
-    return aliases
+                aliases[parameter.name] = tied_parameter(graph, parameter).name
+    return {name: owner for name, owner in aliases.items() if name != owner}
 
 
 def names_in(text: str) -> set[str]:

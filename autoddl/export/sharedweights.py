@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import Layer, LayerGraph, Parameter, tied_parameter
 from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
@@ -37,7 +37,7 @@ class SharedWeights:
         for layer in graph.layers:
             for parameter in layer.parameters:
                 if parameter.tied_to is not None and stage_of[layer.name] != stage_of[parameter.tied_to]:
-                    (owner,) = (p for p in graph[parameter.tied_to].parameters if p.shape == parameter.shape)
+                    owner = tied_parameter(graph, parameter)
                     other_names.setdefault(owner.name, []).append(parameter.name)
         self.groups = [(owner, *others) for owner, others in other_names.items()]
 
@@ -69,7 +69,8 @@ class SharedWeights:
                         "stages, which form='oneflow' cannot write"
                     )
                 for layer in layers:
-                    layout = self._layout_text(owner, layer, stage.strategies[layer.name])
+                    shared = next(p for p in layer.parameters if p.name in (owner, *others))
+                    layout = self._layout_text(owner, layer, shared, stage.strategies[layer.name])
                     lines.append(f"            {number}: {layout},")
             lines.append("        }),")
         if not lines:
@@ -78,15 +79,17 @@ class SharedWeights:
         head = ["def shared_weights() -> list[SharedWeight]:", f'    """{docstring}"""', "    return ["]
         return "\n".join([*head, *lines, "    ]"])
 
-    def _layout_text(self, name: str, layer: Layer, strategy: Strategy) -> str:
-        """Return the expression of the layout of a weight in one of the layers that use it."""
+    def _layout_text(self, name: str, layer: Layer, parameter: Parameter, strategy: Strategy) -> str:
+        """Return the expression of the layout of a weight in one of the layers that use it, where it is ``parameter``."""
         error = UserError(
             f"{layer.describe()}: it shares a weight with another stage in a way that form='oneflow' cannot write"
         )
-        weights = [parameter for parameter in layer.parameters if len(parameter.shape) > 1]
-        if kind_of(layer.kind).splitting is not Splitting.PRODUCT or strategy.summa or len(weights) != 1:
+        weights = [other for other in layer.parameters if len(other.shape) > 1]
+        if kind_of(layer.kind).splitting is Splitting.PRODUCT and (len(weights) != 1 or len(parameter.shape) == 1):
+            raise error  # it is stored together with others
+        if strategy.summa:
             raise error
-        call = layouts_call(self._graph, layer, strategy, weights)
+        call = layouts_call(self._graph, layer, strategy, [parameter])
         if call.options:  # its features are in the groups of the layer that reads them
             raise error
         return f"{layouts_text(call, lambda _: literal(name))}[0]"

@@ -15,10 +15,12 @@ All these operators are one layer if nothing but its output is read elsewhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .attention_checks import core_factor, core_order, is_plain, other_reason, turning_reason
+from .attention_checks import core_factor, core_order, is_plain, other_reason, turns_of
 from .operators import ELEMENTWISE, UNARY, VIEWS, Operator, OperatorGraph
+from .rotary import Turn
 from .score_changes import ROLES_OF_OPERATORS, Change, CoreSizes, changes_between
 
 __all__ = ["AttentionRegion", "find_attentions"]
@@ -27,8 +29,8 @@ __all__ = ["AttentionRegion", "find_attentions"]
 _MATMULS = frozenset({"batch_matmul", "broadcast_matmul", "matmul"})
 #: Operators that apply a mask, a bias or a scale to the scores.
 _MASKS = frozenset({*ROLES_OF_OPERATORS, "where"})
-#: Operators between q, k or v and its source that rearrange elements (rotary positions concatenate two halves).
-_REARRANGEMENTS = VIEWS | frozenset({"concat", "repeat_elements"})
+#: Operators between q, k or v and its source that rearrange elements: rotary positions join halves, or stack features of pairs.
+_REARRANGEMENTS = VIEWS | frozenset({"concat", "repeat_elements", "stack"})
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class AttentionRegion:
         windows: Number of windows of successive rows that attend to themselves alone.
         key_rows: Rows of keys and values of one sample.
         changes: What happens to the scores before the softmax; None if nothing but a causal mask.
+        rotary: The base of rotary positions (0: none), the number of turned features, and whether pairs are neighbours.
         reason: Why ranks cannot run the core as attention, as the end of a sentence.  "" if they can.
     """
 
@@ -66,6 +69,7 @@ class AttentionRegion:
     windows: int = 1
     key_rows: int = 0
     changes: tuple[Change, ...] | None = None
+    rotary: tuple[int, int, bool] = (0, 0, False)
 
 
 def find_attentions(graph: OperatorGraph, ends: set[str], passable: set[str]) -> list[AttentionRegion]:
@@ -107,25 +111,30 @@ def _region_around(
     query, key = scores.arguments["a"][0], scores.arguments["b"][0]
     value = weighted.arguments["b"][0]
     sources: dict[str, None] = {}
-    turned: list[Operator] = []
+    paths: list[tuple[str, list[Operator]]] = []
     for tensor in (query, key, value):
         tensor_sources, operators = _find_sources(graph, tensor, ends, passable)
         sources.update(dict.fromkeys(tensor_sources))
         members.update(operators)
-        turned += operators.values() if tensor != value else ()
+        paths.append((tensor_sources[0], list(operators.values())))
     # 5. Feeders.
     _add_feeders(graph, members)
     if not _is_closed(graph, members, output):
         return None
     causal = _is_causal(graph, masks, sizes.rows)
-    factor = core_factor(graph, scores, tuple(sources))
     reason, changes = other_reason(graph, softmax, weighted, members, masks), None
-    reason = reason or turning_reason(graph, turned, softmax.path, sizes.head_dim)
+    turns: Mapping[str, Turn] = {}
+    if not reason:
+        (of_query, before_query), (of_key, before_key), _ = paths
+        before = {"a": before_query, "b": before_key}
+        found_turns = turns_of(graph, scores, before, (of_query, of_key), sizes)
+        reason, turns = (found_turns, {}) if isinstance(found_turns, str) else ("", found_turns)
+    factor = core_factor(graph, scores, tuple(sources), turns)
     if not reason and not is_plain(graph, softmax, scores, masks, factor, sizes, causal):
         known = sizes.head_dim**-0.5 if factor is None else factor
         changed = changes_between(graph, scores, softmax, sizes, known)
         reason, changes = (changed, None) if isinstance(changed, str) else ("", changed)
-    order = core_order(graph, scores, weighted, tuple(sources), output, sizes)
+    order = core_order(graph, scores, weighted, tuple(sources), output, sizes, turns)
     if order == "other" and not reason:
         reason = "the features of its queries, keys and values are in another order"
     return AttentionRegion(
@@ -144,6 +153,7 @@ def _region_around(
         windows=sizes.windows,
         key_rows=sizes.windows * sizes.keys,
         changes=changes,
+        rotary=turns["a"].angles if turns else (0, 0, False),
     )
 
 

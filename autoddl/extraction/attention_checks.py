@@ -8,26 +8,24 @@ Views between the input and q, k and v are followed element by element, on an ar
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
 from autoddl.costmodel.program import at
-from autoddl.pipelines.runtime.facts import rotary_base_of
 
 from .operators import Operator, OperatorGraph
+from .rotary import Turn, turn_of
 from .scales import attributes_of
 from .score_changes import NEUTRAL, SCALES, CoreSizes, keeps_order, number_of
 
-__all__ = ["core_factor", "core_order", "is_plain", "other_reason", "turning_reason"]
+__all__ = ["core_factor", "core_order", "is_plain", "other_reason", "turns_of"]
 
 #: Most elements whose places are followed; larger inputs are taken to have their features in the usual order.
 _MAX_FOLLOWED = 1 << 25
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 #: Operators of scores that ranks apply too: masks.
 _OF_SCORES = frozenset({"add_n", "broadcast_add", "masked_fill", "where", *NEUTRAL})
-#: Operators that turn queries and keys by their positions.
-_TURNING = frozenset({"broadcast_mul", "add_n", "broadcast_add", "negative", "concat"})
 #: Operators that rearrange elements, and are followed.
 _FOLLOWED = frozenset({*_VIEWS, "transpose", "narrow", "slice", "expand", "repeat_elements", *NEUTRAL, *SCALES})
 
@@ -64,57 +62,57 @@ def _is_in_order(graph: OperatorGraph, tensor: str, source: str) -> bool:
     return followed is not None and np.array_equal(followed[1].reshape(-1), np.arange(followed[1].size))
 
 
-def turning_reason(graph: OperatorGraph, operators: Sequence[Operator], path: str, head_dim: int) -> str:
-    """Return why ranks cannot turn queries and keys by their positions as a model does, as the end of a sentence; "" if they can.
-
-    Ranks turn the pairs (i, i + head_dim / 2), or nothing. Where cosine and sine come from is not followed.
+def turns_of(
+    graph: OperatorGraph,
+    scores: Operator,
+    operators: Mapping[str, Sequence[Operator]],
+    sources: Sequence[str],
+    sizes: CoreSizes,
+) -> dict[str, Turn] | str:
+    """Return how queries and keys are turned by their positions, by argument of the product; or why ranks cannot do that.
 
     Args:
         graph: The traced operators.
-        operators: Operators between queries or keys and their sources.
-        path: Path of the module of the softmax.
-        head_dim: Features of a head.
+        scores: The product q k^T.
+        operators: By argument of the product, the operators between it and its source.
+        sources: By argument, the source.
+        sizes: Sizes of the core.
+
+    Returns:
+        Nothing if all operators are followed views and factors.
     """
-    others = [op for op in operators if op.kind not in _FOLLOWED]
-    if not others:
-        return ""
-    unknown = sorted({op.kind for op in others} - _TURNING)
-    if unknown:
-        return f"its attention applies {unknown[0]} to queries or keys"
-    if not all(_swaps_halves(graph, op, head_dim) for op in others if op.kind == "concat"):
-        return "its attention turns other pairs of features than (i, i + head_dim / 2) by their positions"
-    if rotary_base_of(graph.model, path) is None:
-        return "no attribute rope_theta of its module, or of one around it, gives the base of its rotary positions"
-    return ""
+    if all(op.kind in _FOLLOWED for ops in operators.values() for op in ops):
+        return {}
+    if sizes.windows > 1:
+        return "its attention turns the queries or keys of windows by their positions"
+    turns: dict[str, Turn] = {}
+    for (key, source), length in zip(zip(operators, sources), (sizes.rows, sizes.keys)):
+        is_transposed = key == "b" and not scores.attributes.get("transpose_b")
+        turn = turn_of(graph, scores.arguments[key][0], source, length, sizes.head_dim, is_transposed=is_transposed)
+        if isinstance(turn, str):
+            return turn
+        turns[key] = turn
+    if turns["a"].angles != turns["b"].angles:
+        return "its attention turns queries in another way than keys by their positions"
+    return turns
 
 
-def _swaps_halves(graph: OperatorGraph, concat: Operator, head_dim: int) -> bool:
-    """Return whether an operator makes (-b, a) of the two halves (a, b) of the features of heads."""
-    parts = []
-    for tensor in concat.arguments["in"]:
-        sign = 1.0
-        while (op := graph.producer.get(tensor)) is not None and op.kind in ("negative", *SCALES, *NEUTRAL):
-            sign *= -1.0 if op.kind == "negative" else number_of(op) ** SCALES[op.kind] if op.kind in SCALES else 1.0
-            tensor = op.inputs[0]
-        if op is None or op.kind not in ("narrow", "slice"):
-            return False
-        first = op.attributes["start"] if op.kind == "narrow" else op.attributes["start"][-1]
-        parts.append((sign, first, graph.shapes[tensor][-1], op.inputs[0]))
-    half = head_dim // 2
-    sources = {source for *_, source in parts}
-    return len(sources) == 1 and [part[:3] for part in parts] == [(-1.0, half, half), (1.0, 0, half)]
-
-
-def core_factor(graph: OperatorGraph, scores: Operator, sources: Sequence[str]) -> float | None:
+def core_factor(
+    graph: OperatorGraph, scores: Operator, sources: Sequence[str], turns: Mapping[str, Turn]
+) -> float | None:
     """Return the factor of the product q k^T, and of q and k before; None if it is not known.
 
     Args:
         graph: The traced operators.
         scores: The product.
         sources: Tensors of q, k and v, or the only one of them all.
+        turns: How queries and keys are turned (`turns_of`).
     """
     factor, is_known = float(scores.attributes.get("alpha", 1.0)), True
     for key in ("a", "b"):
+        if key in turns:
+            factor *= turns[key].factor
+            continue
         path, reached = _path_from(graph, scores.arguments[key][0], sources)
         is_known &= reached
         for op in path:
@@ -178,6 +176,7 @@ def core_order(
     sources: Sequence[str],
     output: str,
     sizes: CoreSizes,
+    turns: Mapping[str, Turn],
 ) -> str:
     """Return the order of the input's features: ``plain``, ``interleaved`` (q, k and v of each head together) or ``other``.
 
@@ -190,15 +189,19 @@ def core_order(
         sources: Tensors of q, k and v, or the only one of them all.
         output: Output of the core.
         sizes: Sizes of the core.
+        turns: How queries and keys are turned (`turns_of`).
     """
     windows, heads, head_dim = sizes.windows, sizes.heads, sizes.head_dim
     if sum(graph.elements(tensor) for tensor in sources) // graph.batch > _MAX_FOLLOWED:
         return "plain"
     lengths = [sizes.rows, *(sizes.keys for _ in sources[1:])]
     features = [graph.elements(tensor) // (graph.batch * windows * length) for tensor, length in zip(sources, lengths)]
-    places = []
+    places: list[tuple[int, np.ndarray]] = []
     for op, key in ((scores, "a"), (scores, "b"), (weighted, "b")):
         tensor = op.arguments[key][0]
+        if op is scores and key in turns:
+            places.append((len(places) if len(sources) > 1 else 0, turns[key].places))
+            continue
         followed = _followed(graph, tensor, sources)
         if followed is None:
             return "plain"

@@ -47,6 +47,11 @@ class Dense:
     in_features: int
     out_features: int
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the matrix is (in, out), as in GPT-2."""
+        return self.product.kind != "fused_matmul_bias" and not self.product.attributes.get("transpose_b")
+
 
 @dataclass(frozen=True)
 class DenseGroup:
@@ -135,7 +140,7 @@ def fuse_projections(
                 part = by_output[tensor]
                 by_source.setdefault(part.source, []).append(part)
         # Keys and values of another sequence than the queries stay apart: attention reads three tensors then.
-        if len(by_source) == 1:
+        if len(by_source) == 1 and len({part.is_transposed for parts in by_source.values() for part in parts}) == 1:
             groups += [DenseGroup(tuple(parts)) for parts in by_source.values() if len(parts) > 1]
     return groups
 
@@ -176,6 +181,7 @@ def _gate_of(graph: OperatorGraph, product: Operator, by_output: dict[str, Dense
     # Two dense layers of the same source.
     are_whole = gate.start is None and up.start is None
     are_alike = gate.dense.source == up.dense.source and gate.dense.out_features == up.dense.out_features
+    are_alike &= gate.dense.is_transposed == up.dense.is_transposed
     have_one_reader = all(graph.sole_consumer(side.dense.output) is not None for side in (gate, up))
     if not (are_whole and are_alike and have_one_reader):
         return None

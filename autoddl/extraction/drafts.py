@@ -90,14 +90,18 @@ def _check_sharing(drafts: Sequence[LayerDraft]) -> None:
     Raises:
         MixedWeights: They are not.
     """
-    kinds_of: dict[str, set[str]] = {}
+    kinds_of: dict[str, set[tuple[str, int]]] = {}
     for draft in drafts:
         for variable, _ in draft.variables:
-            kinds_of.setdefault(variable, set()).add(draft.layer.kind)
+            form = draft.layer.kind, draft.layer.attributes.get("transposed", 0)
+            kinds_of.setdefault(variable, set()).add(form)
     mixed = {
         variable
-        for variable, kinds in kinds_of.items()
-        if not all(kind_of(a).shares_weights_with(kind_of(b)) for a, b in permutations(sorted(kinds), 2))
+        for variable, forms in kinds_of.items()
+        if not all(
+            kind_of(a).shares_weights_with(kind_of(b)) and is_transposed == other
+            for (a, is_transposed), (b, other) in permutations(sorted(forms), 2)
+        )
     }
     if mixed:
         raise MixedWeights(frozenset(mixed))

@@ -58,17 +58,32 @@ def finish(assembly: Assembly, name: str, notes: Sequence[str]) -> LayerGraph:
         program = made[id(draft)]
         tensors = draft.sources if program is None or not draft.is_program else program.reads
         owners = [_final(assembly.owners[tensor], drafts) for tensor in tensors]
-        if draft.is_program:
-            producers[id(draft)] = owners
-        else:
-            producers[id(draft)] = [*{id(owner): owner for owner in owners}.values(), *draft.further]
+        # Programs have no further drafts.
+        producers[id(draft)] = [*{id(owner): owner for owner in owners}.values(), *draft.further]
         if draft.is_program:
             draft.reason = program_reason(draft.operators, graph, samples, assembly.reasons, draft.is_loss)
         if program is not None and draft.is_program:
-            _describe_program(assembly, draft, program, images)
+            _describe_program(assembly, draft, _read_once(program, owners), images)
         elif program is not None:
             draft.layer = replace(draft.layer, program=program.program)
     return build_layer_graph(drafts, producers, graph, name, notes)
+
+
+def _read_once(made: MadeProgram, owners: Sequence[LayerDraft]) -> MadeProgram:
+    """Return a program that reads each layer once: several of the tensors that it reads may be views of one output.
+
+    Args:
+        made: The program.
+        owners: The drafts that compute what it reads.
+    """
+    places: dict[int, int] = {}
+    numbers = [places.setdefault(id(owner), len(places)) for owner in owners]
+    sources = tuple(
+        replace(source, index=numbers[source.index]) if source.origin == "layer" else source
+        for source in made.program.sources
+    )
+    firsts = tuple(made.reads[numbers.index(number)] for number in range(len(places)))
+    return replace(made, program=replace(made.program, sources=sources), firsts=firsts)
 
 
 def _remove_unread(assembly: Assembly, reads: Callable[[LayerDraft], Sequence[str]], returned: Sequence[str]) -> None:
@@ -192,7 +207,7 @@ def _describe_program(assembly: Assembly, draft: LayerDraft, made: MadeProgram, 
         for tensor in op.outputs[:1]
         if tensor in split
     )
-    further = sum(graph.elements(tensor) for tensor in made.reads[1:])
+    further = sum(graph.elements(tensor) for tensor in made.firsts[1:])
     traffic = sum(
         graph.elements(tensor)
         for op in operators
@@ -213,7 +228,7 @@ def _describe_program(assembly: Assembly, draft: LayerDraft, made: MadeProgram, 
     if made.reads:
         owner = assembly.owners[made.reads[0]]
         read = owner.layer.output_shape
-        if prod(read) * graph.batch != graph.elements(made.reads[0]) or len(made.reads) > 1:
+        if prod(read) * graph.batch != graph.elements(made.reads[0]) or len(made.firsts) > 1:
             read = _rows_of(assembly, made.reads[0])
     else:
         read = tuple(int(length) for length in at(raw[0][1:], 1)) if raw and len(raw[0]) > 1 else (1,)

@@ -18,6 +18,7 @@ Skipped operators become part of the programs that need them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from functools import partial
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import LOSSES
+from autoddl.pipelines.runtime.facts import find_eps, rotary_base_of
 
 from ..zoo import layers as make
 from .activations import epilogue_name, is_plain_activation
@@ -39,6 +41,7 @@ from .norms import NormRegion, find_norms
 from .operators import LOOKUPS, SUMS, Operator, OperatorGraph, lookup_arguments, stream_of
 from .programs import MadeProgram, make_score_program
 from .registered import RegisteredRegion, find_registered
+from .rotary import rotary_attributes
 from .samples import find_samples
 
 __all__ = ["gather"]
@@ -152,28 +155,25 @@ class _Gathering(Assembly):
             self.actions[op.name] = action if tensor in op.outputs else None
 
     def _is_known_product(self, part: Dense) -> bool:
-        """Return whether ranks have the product: they store its weight as (out, in), and its rows belong to single samples."""
+        """Return whether ranks have the product: its weight is a parameter, and its rows belong to single samples."""
         graph, samples = self.graph, self.samples
         if not all(self._is_split(op) for op in part.operators) or not self._has_rows(part.source):
             return False
         if part.product.kind == "fused_matmul_bias":
             return self._is_parameter(part.weight)
-        is_stored = self._is_parameter(part.weight) and part.product.attributes.get("transpose_b")
+        is_stored = self._is_parameter(part.weight)
         if not is_stored:
-            self.reasons[part.product.name] = "its weight is not stored as (out, in), or is computed"
+            shared = "read by another part of the model, too" if part.weight in self.mixed else ""
+            self.reasons[part.product.name] = f"its weight is {shared or 'computed'}"
         is_vector = not part.bias or self._is_parameter(part.bias, (part.out_features,))
-        return bool(is_stored) and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
+        return is_stored and is_vector and samples.states[part.source].dim < len(graph.dims[part.source]) - 1
 
     def _is_known_norm(self, norm: NormRegion) -> bool:
-        """Return whether ranks have the norm: its module says what is added to the variance, and its vectors are parameters."""
-        module = self.graph.modules.get(norm.operators[0].path)
-        has_constant = any(
-            isinstance(getattr(module, name, None), (int, float)) for name in ("eps", "variance_epsilon", "epsilon")
-        )
+        """Return whether ranks have the norm: it is one, and its vectors are parameters."""
         features = self.graph.shapes[norm.source][-1]
         are_vectors = bool(norm.learned) and all(self._is_parameter(tensor, (features,)) for tensor in norm.learned)
-        if not has_constant:
-            reason = "its norm has no module that says with eps what is added to the variance"
+        if norm.reason:
+            reason = norm.reason
         elif not are_vectors:
             reason = "its norm has no scale that is a parameter with an element for each feature"
         elif not self._has_rows(norm.source) or not all(map(self._is_split, norm.operators)):
@@ -184,12 +184,8 @@ class _Gathering(Assembly):
         return False
 
     def _is_known_attention(self, region: AttentionRegion, projected: Mapping[str, str]) -> bool:
-        """Return whether ranks have the attention core; if not, its operators get the reason.
-
-        Args:
-            region: The core.
-            projected: What each dense layer reads, by its output.
-        """
+        """Return whether ranks have the attention core; if not, its operators get the reason. ``projected`` says what each dense
+        layer reads, by its output."""
         reason = region.reason
         read = {projected.get(tensor, tensor) for tensor in region.sources}
         if not reason and (len(region.sources), len(read)) not in ((1, 1), (3, 1), (3, 2), (3, 3)):
@@ -226,7 +222,9 @@ class _Gathering(Assembly):
         rows, features = self.graph.rows_and_features(norm.source)
         is_module = self._is_leaf(first.path)
         layer = make.norm("", rows, features, statistics=norm.statistics)
-        layer = replace(layer, modules=(first.path,))
+        said = find_eps(self.graph.model, first.path)
+        is_said = said is not None and math.isclose(said, norm.eps, rel_tol=1e-2)
+        layer = replace(layer, modules=(first.path,), eps=None if is_said else norm.eps)
         name = first.path if is_module else self._join(first.path, "norm")
         variables = self._parameters(norm.learned, first.path)
         sources, feed = self._sources([norm.source]), self._feed([norm.source])
@@ -261,7 +259,11 @@ class _Gathering(Assembly):
             layer,
             input_shape=layer.input_shape if is_across else (region.rows, features),
             modules=(region.path,) if region.path else (),
-            attributes={**layer.attributes, **({"interleaved": 1} if region.is_interleaved else {})},
+            attributes={
+                **layer.attributes,
+                **({"interleaved": 1} if region.is_interleaved else {}),
+                **rotary_attributes(region.rotary, region.head_dim, rotary_base_of(graph.model, region.path)),
+            },
             scores=None if made is None else made.program,
         )
         learned = () if made is None else made.parameters
@@ -278,6 +280,8 @@ class _Gathering(Assembly):
         out_features = sum(part.out_features for part in group.parts)
         epilogue = tuple(map(epilogue_name, group.activations)) + ((group.operation,) if group.output else ())
         layer = make.linear("", rows, in_features, out_features, epilogue=epilogue)
+        if first.is_transposed:
+            layer = replace(layer, attributes={**layer.attributes, "transposed": 1})
         variables = [
             parameter
             for part in group.parts

@@ -39,6 +39,7 @@ __all__ = [
     "Operator",
     "OperatorGraph",
     "flops",
+    "is_free_name",
     "lookup_arguments",
     "stream_of",
 ]
@@ -93,6 +94,11 @@ REDUCTIONS = frozenset({"reduce_sum", "reduce_mean", "reduce_max", "reduce_min",
 _REDUCED_DIMS_ATTRIBUTES = ("axis", "dim")
 
 
+def is_free_name(name: str) -> bool:
+    """Return whether OneFlow named a tensor that the model does not have."""
+    return name.rpartition("-")[0].endswith("FreeEagerTensor")
+
+
 @dataclass(frozen=True)
 class ModelTensor:
     """A parameter, a buffer or another tensor that the model reads as a variable.
@@ -113,6 +119,11 @@ class ModelTensor:
     lower_triangular: bool | None = None
     constant: Any = field(default=None, compare=False)
     frozen: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the model does not have it: it is neither a parameter nor a buffer nor an attribute of a module."""
+        return is_free_name(self.name)
 
 
 @dataclass(frozen=True)

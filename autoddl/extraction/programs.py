@@ -38,12 +38,14 @@ class MadeProgram:
     Attributes:
         program: The program.
         reads: Active tensors of other layers, in the order of the program's sources of layers.
+        firsts: The first of the tensors that are views of the output of one layer, for each layer.
         parameters: Variables of the trace, in the order of the program's parameters.
     """
 
     program: Program
     reads: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    firsts: tuple[str, ...] = ()
 
 
 def check_replayed(graph: OperatorGraph, op: Operator, wheres: Callable[[Operator], str]) -> None:
@@ -297,7 +299,7 @@ class _Builder:
             self.sources.append(
                 Source(name, "constant", shape=values.shape, outer=0, values=listed, dtype=str(values.dtype))
             )
-        elif variable.name.rpartition("-")[0].endswith("FreeEagerTensor"):
+        elif variable.is_free:
             raise UserError(
                 f"the forward pass uses a tensor of shape {variable.shape} that is neither a parameter nor a buffer nor an "
                 "attribute of a module; register it as a buffer"

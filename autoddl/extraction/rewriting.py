@@ -4,7 +4,8 @@ A lazy graph has no gradients, so ``detach()`` and ``no_grad()`` leave no trace 
 marks, operators with numbers that no model has; `rewritten` turns them into operators of kind ``detach``.
 
 Also rewritten: products with the transposed view of a matrix (``matmul(x, table.weight.t())``), which are products with the matrix
-itself; and lookups of places that ``repeat_interleave`` makes, which repeat elements.
+itself; lookups of places that ``repeat_interleave`` makes, which repeat elements; and the norm of a whole tensor, which is a root
+of a sum of squares.
 """
 
 from __future__ import annotations
@@ -84,8 +85,27 @@ def rewritten(
         returned: Tensors that the model returns.
     """
     producers = {tensor: op for op in operators for tensor in op.outputs}
-    changed = [_detached_of_mark(_with_own_matrix(_repeated(op, producers), producers)) for op in operators]
+    changed = [
+        _detached_of_mark(_with_own_matrix(_repeated(part, producers), producers))
+        for op in operators
+        for part in _written_out(op, shapes)
+    ]
     return _without_gradients(changed, shapes, returned)
+
+
+def _written_out(op: Operator, shapes: MutableMapping[str, tuple[int, ...]]) -> list[Operator]:
+    """Return an operator as it is, or those that compute the norm of a whole tensor."""
+    if op.kind != "sqrt_square_sum":
+        return [op]
+    (x,) = op.inputs
+    squares, total = f"{op.name}/squares", f"{op.name}/sum"
+    shapes.update({squares: shapes[x], total: ()})
+    every = {"axis": tuple(range(len(shapes[x]))), "keepdims": False}
+    return [
+        Operator(squares, "square", op.path, {"x": (x,)}, {"y": (squares,)}),
+        Operator(total, "reduce_sum", op.path, {"input_tensor": (squares,)}, {"output_tensor": (total,)}, every),
+        Operator(op.name, "sqrt", op.path, {"x": (total,)}, {"y": (op.output,)}),
+    ]
 
 
 def _detached_of_mark(op: Operator) -> Operator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import re
 import traceback
@@ -18,9 +17,10 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 
-from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, lookup_arguments
+from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, is_free_name, lookup_arguments
 from .rewriting import marked_gradients, rewritten
 from .scales import with_scales
+from .standins import stand_ins_as_modules, stand_ins_called
 
 __all__ = ["trace"]
 
@@ -242,31 +242,6 @@ def _copied_lists(module: Any) -> Iterator[list[Any]]:
             part.__dict__[name] = value
 
 
-@contextlib.contextmanager
-def _proxies_as_modules() -> Iterator[None]:
-    """Let the objects that stand for modules in a lazy graph be instances of the classes of these modules, and lists of parameters
-    be lists of tensors when a loop reads them, while the context is active."""
-    flow: Any = load_oneflow()
-    proxy: Any = importlib.import_module("oneflow.nn.graph.proxy")
-    graph: Any = importlib.import_module("oneflow.nn.graph.graph")
-    proxy_class, iterate = proxy.get_proxy_cls, proxy.ProxyParameterList.__iter__
-
-    class Instance(proxy.ProxyModule):  # type: ignore[misc]
-        __class__ = property(lambda self: type(self.to(flow.nn.Module)))
-
-    def choose(item: Any) -> Any:
-        found = proxy_class(item)
-        return Instance if found is proxy.ProxyModule else found
-
-    proxy.get_proxy_cls = graph.get_proxy_cls = choose
-    proxy.ProxyParameterList.__iter__ = lambda self: (self[i] for i in range(len(self)))
-    try:
-        yield
-    finally:
-        proxy.get_proxy_cls = graph.get_proxy_cls = proxy_class
-        proxy.ProxyParameterList.__iter__ = iterate
-
-
 def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Build a ``flow.nn.Graph`` that calls the module; also return the tensors that the module makes of numbers.
 
@@ -293,14 +268,15 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         _silenced(),
         batch_norms_as_local(),
         marked_gradients(),
-        _proxies_as_modules(),
+        stand_ins_as_modules(),
         _created_tensors() as created,
         _copied_lists(module) as copies,
     ):
         created += copies
         graph = Traced()
         try:
-            graph.build_graph(*inputs)
+            with stand_ins_called(getattr(graph, _ROOT)):
+                graph.build_graph(*inputs)
         except UserError:
             raise
         except Exception as error:  # whatever a user's forward raises
@@ -455,7 +431,7 @@ def _variables(
     for tensor, name in names.items():
         relative = _relative(name)
         constant = None
-        if name.rpartition("-")[0].endswith("FreeEagerTensor") and shapes.get(tensor) is not None:
+        if is_free_name(name) and shapes.get(tensor) is not None:
             # OneFlow numbers these tensors in the order of their use, which is mostly that of their creation.
             constant = next((value for value in free if tuple(value.shape) == shapes[tensor]), None)
             free = [value for value in free if value is not constant]

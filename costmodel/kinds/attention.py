@@ -91,8 +91,19 @@ class Attention(LayerKind):
 
     name = "attention"
     attributes = ("heads", "kv_heads", "head_dim", "causal")
-    may_be_zero = frozenset({"causal", "changes"})
-    optional_attributes = frozenset({"window", "key_rows", "interleaved", "windows", "changes"})
+    may_be_zero = frozenset({"causal", "changes", "rotary_base"})
+    optional_attributes = frozenset(
+        {
+            "window",
+            "key_rows",
+            "interleaved",
+            "windows",
+            "changes",
+            "rotary_base",
+            "rotary_features",
+            "rotary_neighbours",
+        }
+    )
     is_selected = True
     colour = "#fce5cd"
 

@@ -39,7 +39,12 @@ from .kind import Body, LayerKind, LayerQuantities, Number, Splitting, States, i
 if TYPE_CHECKING:
     from ..strategy import Strategy
 
-__all__ = ["Linear", "linear"]
+__all__ = ["Linear", "linear", "output_width"]
+
+
+def output_width(layer: Layer, weight: Parameter) -> int:
+    """Return the number of output features of one of a linear layer's weights, (out, in) or, if it is transposed, (in, out)."""
+    return weight.shape[1 if layer.attributes.get("transposed") else 0]
 
 
 class Linear(LayerKind):
@@ -47,6 +52,7 @@ class Linear(LayerKind):
 
     name = "linear"
     attributes = ("in_features", "out_features")
+    optional_attributes = frozenset({"transposed"})
     splitting = Splitting.PRODUCT
     has_summa = True
     gathers_inputs = True

@@ -22,7 +22,7 @@ from .stepping import Ranks
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["attend", "rotary_angles", "rotate", "separate", "softmax"]
+__all__ = ["attend", "rotary_angles", "rotate", "separate", "softmax", "turn"]
 
 Tensor = Any
 DropProbabilities = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
@@ -44,6 +44,8 @@ def attend(
     way: str = "",
     axes: Sequence[Axis] = (),
     is_mirrored: bool = False,
+    turned: int = 0,
+    is_of_neighbours: bool = False,
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(head_dim)) v.
 
@@ -66,6 +68,7 @@ def attend(
             whole samples.
         axes: Mesh axes of the ranks that share a sample.
         is_mirrored: Whether positions are in mirrored order.
+        turned, is_of_neighbours: As those of `turn`.
 
     Returns:
         (samples, sequence, groups * group_heads * head_dim); ``sequence`` are the positions of this rank.
@@ -73,9 +76,7 @@ def attend(
     sharing = sharing_of(way, ranks, axes, x.shape[1] * prod(axis.size for axis in axes), is_mirrored)
     x = ascending(x) if is_mirrored else x
     query, key, value = separate(x, ranks, groups, group_heads, head_dim, slices, copy_axes)
-    if theta is not None:
-        angles = rotary_angles(sharing.own, head_dim, theta, x.dtype, x.device.type)
-        query, key = rotate(query, *angles), rotate(key, *angles)
+    query, key = (turn(t, sharing.own, theta, turned, is_of_neighbours) for t in (query, key))
     if is_fused:
         out = attend_blockwise(query, key, value, causal, window, ranks.backend.master, sharing)
     else:
@@ -171,6 +172,27 @@ def softmax(scores: Tensor, wide: Any) -> Tensor:
         return (weighted - y * along_rows(row_sums(weighted), y.shape[-1])).to(dy.dtype)
 
     return _Function.apply("softmax", forward, backward, scores)
+
+
+def turn(x: Tensor, segments: Segments, theta: float | None, turned: int = 0, is_of_neighbours: bool = False) -> Tensor:
+    """Turn queries or keys by their positions.
+
+    Args:
+        x: (..., positions of the segments, features of a head).
+        segments: The positions.
+        theta: Base of the frequencies of rotary positions; None without them.
+        turned: Number of features that are turned, the first ones of a head; 0 for all.
+        is_of_neighbours: Whether the features 2 i and 2 i + 1 are a pair, and not the features i and i + turned / 2. Turned
+            features have another order then, the same for queries and keys, whose products do not depend on it.
+    """
+    if theta is None:
+        return x
+    turned = turned or x.shape[-1]
+    own, rest = (x, None) if turned == x.shape[-1] else (x[..., :turned], x[..., turned:])
+    if is_of_neighbours:
+        own = own.reshape(*own.shape[:-1], turned // 2, 2).transpose(-2, -1).reshape(*own.shape)
+    own = rotate(own, *rotary_angles(segments, turned, theta, x.dtype, x.device.type))
+    return own if rest is None else flow.cat([own, rest], dim=-1)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis
 
-from .attending import DropProbabilities, rotary_angles, rotate, separate, softmax
+from .attending import DropProbabilities, separate, softmax, turn
 from .comm.layouts import Layout
 from .load import load_oneflow
 from .stepping import Ranks
@@ -39,11 +39,14 @@ def attend_changed(
     drop: DropProbabilities | None = None,
     slices: int = 1,
     copy_axes: Sequence[Axis] = (),
+    turned: int = 0,
+    is_of_neighbours: bool = False,
 ) -> Tensor:
     """Compute softmax(changes of q k^T / sqrt(head_dim)) v. All scores exist at once.
 
     Args:
-        x, ranks, groups, group_heads, head_dim, theta, drop, slices, copy_axes: As those of :func:`.attending.attend`.
+        x, ranks, groups, group_heads, head_dim, theta, drop, slices, copy_axes, turned, is_of_neighbours: As those of
+            :func:`.attending.attend`.
         changes: What is done to the scores, in order: a role of :data:`autoddl.costmodel.program.ROLES`, a tensor of this rank's
             heads, and the role's value.
         others: Keys and values if they are of other rows than the queries, each (samples, key rows, groups * head_dim). ``x`` are
@@ -59,9 +62,7 @@ def attend_changed(
         key, value = (t.reshape(samples, -1, groups, head_dim).transpose(1, 2) for t in others)
     else:
         query, key, value = separate(x, ranks, groups, group_heads, head_dim, slices, copy_axes)
-    if theta is not None:
-        angles = rotary_angles(((0, sequence),), head_dim, theta, x.dtype, x.device.type)
-        query, key = rotate(query, *angles), rotate(key, *angles)
+    query, key = (turn(t, ((0, t.shape[-2]),), theta, turned, is_of_neighbours) for t in (query, key))
     heads, rows, keys = groups * group_heads, sequence // windows, key.shape[2] // windows
 
     def in_windows(x: Tensor, length: int) -> Tensor:

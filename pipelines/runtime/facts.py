@@ -22,6 +22,7 @@ __all__ = [
     "check_table",
     "convolution_options",
     "eps_of",
+    "find_eps",
     "find_module",
     "own_module",
     "rotary_base_of",
@@ -51,19 +52,26 @@ def module_at(module: Any, path: str) -> Any:
     return found
 
 
+def find_eps(model: Any, path: str) -> float | None:
+    """Return the number that the module at a path says a norm adds to the variance; None if it says none."""
+    module = find_module(model, path)
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        if isinstance(getattr(module, name, None), (int, float)):
+            return float(getattr(module, name))
+    return None
+
+
 def eps_of(model: Any, path: str) -> float:
     """Return the number that a norm adds to the variance.
 
     Raises:
         UserError: The module has no such attribute.
     """
-    module = module_at(model, path)
-    for name in ("eps", "variance_epsilon", "epsilon"):
-        if isinstance(getattr(module, name, None), (int, float)):
-            return float(getattr(module, name))
-    raise UserError(
-        f"{type(module).__name__} has no attribute eps, variance_epsilon or epsilon; a norm should have one"
-    )
+    eps = find_eps(model, path)
+    if eps is None:
+        kind = type(module_at(model, path)).__name__
+        raise UserError(f"{kind} has no attribute eps, variance_epsilon or epsilon; a norm should have one")
+    return eps
 
 
 def buffer_of(model: Any, path: str, name: str) -> np.ndarray:

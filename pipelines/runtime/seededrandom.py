@@ -1,7 +1,8 @@
 """The user's model on one device with the random numbers that the ranks of a plan draw (:mod:`randomness`).
 
 Inside of :func:`seeded_random`, dropouts and the functions ``rand``, ``randn``, ``randint``, ``normal`` and ``bernoulli`` return
-these numbers in place of those of OneFlow's generators.
+these numbers in place of those of OneFlow's generators. Recurrent modules draw inside of OneFlow's functions; there they run layer
+by layer, with such dropouts between.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class _SeededNumbers:
             for name in ("dropout", "bernoulli", "rand", "randn", "normal", "randint"):
                 if hasattr(owner, name):
                     found.append((owner, name, getattr(self, name)))
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            found.append((flow._C, name, functools.partial(self.recurrent, getattr(flow._C, name))))
         return found
 
     # ---- The functions -----------------------------------------------------------------------------------------------
@@ -110,6 +113,28 @@ class _SeededNumbers:
             return x
         kept = (drawn >= p).astype(np.float32) * (1.0 / (1.0 - p))
         return x * flow.tensor(kept, dtype=x.dtype, device=x.device)
+
+    def recurrent(self, function: Any, x: Tensor, states: Any, *arguments: Any) -> Any:
+        """Run recurrent layers; the arguments are those of OneFlow's functions, which have others for packed sequences."""
+        if len(arguments) != 7:
+            return function(x, states, *arguments)
+        weights, has_biases, num_layers, dropout, training, is_bidirectional, is_batch_first = arguments
+        if num_layers == 1 or not dropout or not training:
+            return function(x, states, *arguments)
+        x = x.transpose(0, 1) if is_batch_first else x
+        every, size, each = _listed(states), 1 + is_bidirectional, len(weights) // num_layers
+        ends = []
+        for layer in range(num_layers):
+            own = [state[layer * size : (layer + 1) * size] for state in every]
+            x, *end = function(
+                x,
+                own if isinstance(states, (list, tuple)) else own[0],
+                weights[layer * each : (layer + 1) * each],
+                *(has_biases, 1, 0.0, training, is_bidirectional, False),
+            )
+            ends.append(end)
+            x = self.dropout(x, dropout) if layer + 1 < num_layers else x
+        return (x.transpose(0, 1) if is_batch_first else x, *(flow.cat(parts, dim=0) for parts in zip(*ends)))
 
     def bernoulli(self, x: Tensor, p: float | None = None, **_: Any) -> Tensor:
         drawn = flow.tensor(self._drawn("bernoulli", tuple(x.shape)), dtype=x.dtype, device=x.device)
@@ -144,6 +169,10 @@ class _SeededNumbers:
         width = prod(shape) // before // len(self._steps)
         index = np.arange(before * width).reshape(before, width)
         return np.concatenate([draw(index, stream, step) for step in self._steps], axis=1).reshape(shape)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _shape(size: Sequence[Any]) -> tuple[int, ...]:

@@ -69,8 +69,6 @@ class Attention:
                 self.q, self.k, self.v, self.o = (flow.nn.Linear(32, 32) for _ in range(4))
                 self.rows, self.heads = flow.nn.Parameter(flow.ones(6, 6)), flow.nn.Parameter(flow.ones(3, 4))
                 self.scale = flow.nn.Parameter(flow.ones(4, 1, 1))
-                self.register_buffer("angles", flow.ones(6, 8))
-                self.rope_theta = changed.get("base")
 
             def forward(self, x: Any) -> Any:
                 def change(part: str, y: Any) -> Any:
@@ -82,23 +80,6 @@ class Attention:
                 return self.o(flow.matmul(probabilities, v).transpose(1, 2).reshape(-1, 6, 32))
 
         return extract(Model(), (flow.zeros(4, 6, 32),))
-
-
-def _turned(q: Any, is_other: bool) -> Any:
-    """The halves of the features of heads exchanged, the new first half with the other sign, or the second one."""
-    first, second = q[..., :4], q[..., 4:]
-    parts = [second, -first] if is_other else [-second, first]
-    return load_oneflow().cat(parts, dim=-1)
-
-
-def test_rotary_positions_have_a_base():
-    """Ranks compute the angles from the base that the module says."""
-
-    def turn(model, q):
-        return q * model.angles + _turned(q, False) * model.angles
-
-    graph = Attention()(query=turn, base=1e4)
-    assert [layer.kind for layer in graph.layers] == ["linear", "attention", "linear"]
 
 
 def test_gates_know_which_half_they_are():
@@ -135,9 +116,11 @@ def test_plain_attention_changes_nothing():
     ("part", "change", "reason"),
     [
         ("query", lambda m, q: q * m.scale, "scales or shifts its queries, keys or values by learned tensors"),
-        ("query", lambda m, q: q * m.angles, "no attribute rope_theta of its module"),
-        ("query", lambda m, q: _turned(q, True) * m.angles, "turns other pairs of features than (i, i + head_dim / 2)"),
-        ("query", lambda m, q: q.exp(), "its attention applies exp to queries or keys"),
+        (
+            "query",
+            lambda m, q: q.exp(),
+            "computes its queries or keys from their rows in another way than by rotary positions",
+        ),
         ("scores", lambda m, s: s + m.rows, "a learned bias of which no single column belongs to each head"),
         # Columns of the table are mixed before they are added to heads.
         (

@@ -124,7 +124,13 @@ def se_resnet():
     from flowvision.models.senet import SENet, SEResNetBottleneck
 
     model = SENet(SEResNetBottleneck, [1, 1, 1, 1], groups=1, reduction=16, dropout_p=None, inplanes=64, num_classes=10)
-    return Classifier(model), images(224)
+    model.avg_pool = nn.AdaptiveAvgPool2d(1)  # its own one is for images of 224 pixels
+    return Classifier(model), images(64)
+
+
+def genet():
+    """Parts in a plain list, which are registered in a module list, too."""
+    return _flowvision("genet_small", 64)
 
 
 def vit():
@@ -418,6 +424,125 @@ def bert_with_mask():
     padding = (flow.rand(BATCH, 16) > 0.2).to(flow.int64)
     counted = (flow.rand(BATCH, 16) > 0.5).to(flow.float32)
     return Bert(), (ids, padding, flow.randint(0, 2, (BATCH, 16)), labels, counted)
+
+
+def gpt2():
+    """GPT-2 as it is published: products with weights (in, out), one matrix for q, k and v, a shared table."""
+
+    class Product(nn.Module):
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.weight = nn.Parameter(0.05 * flow.randn(inputs, outputs))
+            self.bias = nn.Parameter(flow.zeros(outputs))
+
+        def forward(self, x):
+            y = flow.matmul(x.reshape(-1, x.shape[-1]), self.weight) + self.bias
+            return y.reshape(*x.shape[:-1], self.bias.shape[0])
+
+    class Block(nn.Module):
+        def __init__(self, width, rows):
+            super().__init__()
+            self.ln_1, self.ln_2, self.drop = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(0.1)
+            self.c_attn, self.c_proj = Product(width, 3 * width), Product(width, width)
+            self.c_fc, self.c_out = Product(width, 4 * width), Product(4 * width, width)
+            self.register_buffer("mask", flow.tril(flow.ones(rows, rows)).reshape(1, 1, rows, rows))
+
+        def forward(self, x):
+            samples, rows, width = x.shape
+            q, k, v = self.c_attn(self.ln_1(x)).split(width, dim=2)
+            q, k, v = (t.reshape(samples, rows, 4, width // 4).permute(0, 2, 1, 3) for t in (q, k, v))
+            scores = flow.matmul(q, k.transpose(-1, -2)) / (width // 4) ** 0.5
+            scores = flow.where(self.mask > 0, scores, flow.tensor(-1e4))
+            y = flow.matmul(self.drop(F.softmax(scores, dim=-1)), v).permute(0, 2, 1, 3).reshape(samples, rows, width)
+            x = x + self.drop(self.c_proj(y))
+            return x + self.drop(self.c_out(F.gelu(self.c_fc(self.ln_2(x)))))
+
+    class GPT2(nn.Module):
+        def __init__(self, width=64, rows=16):
+            super().__init__()
+            self.wte, self.wpe, self.ln_f = nn.Embedding(64, width), nn.Embedding(rows, width), nn.LayerNorm(width)
+            self.h = nn.ModuleList([Block(width, rows) for _ in range(2)])
+            self.head = nn.Linear(width, 64, bias=False)
+            self.head.weight = self.wte.weight
+
+        def forward(self, ids, labels):
+            x = self.wte(ids) + self.wpe(flow.arange(ids.shape[1]))
+            for block in self.h:
+                x = block(x)
+            return F.cross_entropy(self.head(self.ln_f(x)).reshape(-1, 64), labels.reshape(-1))
+
+    return GPT2(), _tokens(64, 16)
+
+
+def llama():
+    """LLaMA as its authors wrote it: norms by hand, pairs of neighbours turned like complex numbers, keys of two query heads."""
+
+    class Norm(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.weight = nn.Parameter(flow.ones(width))
+
+        def forward(self, x):
+            return x * flow.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+    def turned(x, cosine, sine):
+        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        return flow.stack([a * cosine - b * sine, a * sine + b * cosine], dim=-1).reshape(*x.shape)
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.wq, self.wo = (nn.Linear(width, width, bias=False) for _ in range(2))
+            self.wk, self.wv = (nn.Linear(width, width // 2, bias=False) for _ in range(2))
+            self.w1, self.w3 = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+            self.w2 = nn.Linear(2 * width, width, bias=False)
+            self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
+
+        def forward(self, x, angles, mask):
+            samples, rows, width = x.shape
+            y = self.attention_norm(x)
+            q, k, v = (f(y).reshape(samples, rows, -1, 16).transpose(1, 2) for f in (self.wq, self.wk, self.wv))
+            q, k = (turned(t, angles.cos(), angles.sin()) for t in (q, k))
+            k, v = (flow.repeat_interleave(t, 2, dim=1) for t in (k, v))
+            scores = flow.matmul(q, k.transpose(2, 3)) / 16**0.5 + mask
+            y = flow.matmul(F.softmax(scores, dim=-1), v).transpose(1, 2).reshape(samples, rows, width)
+            x = x + self.wo(y)
+            y = self.ffn_norm(x)
+            return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+
+    class Llama(nn.Module):
+        def __init__(self, width=64):
+            super().__init__()
+            self.tok_embeddings, self.norm = nn.Embedding(64, width), Norm(width)
+            self.layers = nn.ModuleList([Block(width) for _ in range(2)])
+            self.output = nn.Linear(width, 64, bias=False)
+            self.register_buffer("frequencies", 10000.0 ** (-flow.arange(0, 16, 2).float() / 16))
+            self.register_buffer("mask", flow.triu(flow.full((16, 16), float("-inf")), diagonal=1))
+
+        def forward(self, ids, labels):
+            x, angles = self.tok_embeddings(ids), flow.arange(16).float().unsqueeze(1) * self.frequencies
+            for layer in self.layers:
+                x = layer(x, angles, self.mask)
+            return F.cross_entropy(self.output(self.norm(x)).reshape(-1, 64), labels.reshape(-1))
+
+    return Llama(), _tokens(64, 16)
+
+
+def stacked_lstm():
+    """LSTMs with a dropout between them, in the module and after it."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.lstm = nn.Embedding(64, 32), nn.LSTM(32, 48, num_layers=2, dropout=0.2, batch_first=True)
+            self.drop, self.head = nn.Dropout(0.3), nn.Linear(48, 64)
+
+        def forward(self, ids, labels):
+            y, _ = self.lstm(self.table(ids))
+            return F.cross_entropy(self.head(self.drop(y)).reshape(-1, 64), labels.reshape(-1))
+
+    return Model(), _tokens(64, 8)
 
 
 def gpt_interleaved():

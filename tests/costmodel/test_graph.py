@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph, Parameter, graph_from_document, load_graph
+from autoddl.costmodel.graph import Layer, LayerGraph, Parameter, graph_from_document, load_graph, tied_parameter
 from autoddl.costmodel.kinds.registry import kinds
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.workload import Workload
 from autoddl.zoo import Transformer, bert, gpt, llama, mlp, resnet, vgg
 from autoddl.zoo.layers import GraphBuilder, add, conv2d, embedding, linear, loss, norm
 from autoddl.zoo.mixtures import Mixture, mixture
@@ -146,21 +149,35 @@ TABLE = embedding("wte", 2, 8, 4)
         ((linear("a", 1, 4, 8, tied_to="a"),), (), "tied to 'a', which should come before it"),
         ((TABLE, linear("a", 1, 4, 9, tied_to="wte")), (), "'wte', which has no parameter of 36 elements"),
         ((norm("n", 1, 4), linear("a", 1, 2, 2, tied_to="n")), (), "'n', a norm layer; it should be of the same kind"),
-        (
-            (
-                FC,
-                replace(FC, name="b"),
-                replace(FC, name="c", parameters=(Parameter("v", (24,), "fc"), Parameter("w", (24,), "b"))),
-            ),
-            (),
-            "layer 'c' is tied to several layers, should be tied to one",
-        ),
     ],
 )
 def test_invalid_graphs(layers, edges, message):
     with pytest.raises(UserError) as error:
         graph_of(*layers, edges=edges)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_weight_is_shared_with_the_one_of_its_name():
+    """Scale and shift have one size: names tell them apart, or the names of their attributes, or else the first is meant."""
+    first = norm("n", 1, 4)
+    weight, bias = first.parameters
+
+    def tied(name: str) -> Parameter:
+        return tied_parameter(graph_of(first), Parameter(name, (4,), "n"))
+
+    assert [tied(name) for name in ("n.weight", "n.bias")] == [weight, bias]
+    assert [tied(name) for name in ("again.weight", "again.bias", "again.scale")] == [weight, bias, weight]
+
+
+def test_layers_that_share_weights_with_several_others_have_one_choice():
+    """The third product has the weight of the first and the bias of the second; the fourth has nothing of them."""
+    a, b, other = (linear(name, 1, 8, 8) for name in ("a", "b", "other"))
+    both = (Parameter("c.weight", (8, 8), "a"), Parameter("c.bias", (8,), "b"))
+    c = replace(linear("c", 1, 8, 8), parameters=both)
+    graph = graph_of(a, b, c, other, edges=[("a", "b"), ("b", "c"), ("c", "other")])
+    cluster = load_cluster("dgx-a100").resized(1, 4)
+    variables = PriceBook(graph, cluster, Workload(8, 8)).variables
+    assert [variable.layers for variable in variables] == [("a", "b", "c"), ("other",)]
 
 
 @pytest.mark.parametrize(

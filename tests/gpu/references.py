@@ -56,8 +56,10 @@ def _attend(
     causal: bool,
     theta: float | None,
     biases: np.ndarray | None = None,
+    rotate: Callable[[np.ndarray, float], np.ndarray] | None = None,
 ):
     """Attention head by head; biases of the scores are (heads, queries, keys)."""
+    rotate = rotate or _rotate
     samples, sequence, _ = x.shape
     parts = x.reshape(samples, sequence, groups, group_heads + 2, head_dim)
     out = np.empty((samples, sequence, groups, group_heads, head_dim))
@@ -65,7 +67,7 @@ def _attend(
         key, value = parts[:, :, group, -2], parts[:, :, group, -1]
         for head in range(group_heads):
             query = parts[:, :, group, head]
-            turned = [query, key] if theta is None else [_rotate(query, theta), _rotate(key, theta)]
+            turned = [query, key] if theta is None else [rotate(query, theta), rotate(key, theta)]
             scores = np.einsum("sqd,skd->sqk", *turned) / sqrt(head_dim)
             if biases is not None:
                 scores = scores + biases[group * group_heads + head]
@@ -81,6 +83,12 @@ def _rotate(x: np.ndarray, theta: float) -> np.ndarray:
     angles = np.outer(np.arange(x.shape[-2]), theta ** (-np.arange(half) / half))
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
     return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _rotate_first_pair(x: np.ndarray, theta: float) -> np.ndarray:
+    """The first two features of four: their angle is the position, whatever the base."""
+    turned = (x[..., 0] + 1j * x[..., 1]) * np.exp(1j * np.arange(x.shape[-2]))
+    return np.stack([turned.real, turned.imag, x[..., 2], x[..., 3]], axis=-1)
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, *bias: np.ndarray) -> np.ndarray:
@@ -162,6 +170,9 @@ CASES: dict[str, Case] = {
     "run_module": Case((_ACTIVATION, (20, FEATURES)), lambda x, w: x @ w.T),
     "attend": Case(((SAMPLES, ROWS, 32),), lambda x: _attend(x, 2, 2, 4, False, None)),
     "attend, causal and rotary": Case(((SAMPLES, ROWS, 32),), lambda x: _attend(x, 2, 2, 4, True, 100.0)),
+    "attend, neighbours turned": Case(
+        ((SAMPLES, ROWS, 32),), lambda x: _attend(x, 2, 2, 4, True, 100.0, rotate=_rotate_first_pair)
+    ),
     "attend, fused in two blocks": Case(((1, 300, 32),), lambda x: _attend(x, 2, 2, 4, True, None)),
     "attend_changed": Case(
         ((SAMPLES, ROWS, 32), (1, 1, 4, ROWS, ROWS)),

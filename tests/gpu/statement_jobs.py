@@ -65,6 +65,9 @@ def _calls(ranks: Ranks) -> Mapping[str, Callable[..., Tensor]]:
         "run_module": lambda x, w: of["run_module"](_linear(backend), [x], [x.shape[1:]], [w], True),
         "attend": lambda x: of["attend"](x, ranks, 2, 2, 4, False),
         "attend, causal and rotary": lambda x: of["attend"](x, ranks, 2, 2, 4, True, 100.0),
+        "attend, neighbours turned": lambda x: of["attend"](
+            x, ranks, 2, 2, 4, True, 100.0, turned=2, is_of_neighbours=True
+        ),
         "attend, fused in two blocks": lambda x: of["attend"](x, ranks, 2, 2, 4, True, is_fused=True),
         "attend_changed": attend_changed,
         "own_heads": lambda x: of["own_heads"](x, [1, 1, 4, 3, 5], _ALONE, 4, ranks),

@@ -168,6 +168,11 @@ def test_the_word_of_the_workload_and_dropout_decide(word, dropout, fused):
     assert call.options.get("is_fused", False) is fused
     assert ("drop" in call.options) is dropout
     assert call.options["window"] == 3
+    # An exported file has functions and variables in one place.
+    from autoddl.pipelines.runtime.replay import functions
+
+    variables = {name for statement in program.statements for name in statement.result}
+    assert variables.isdisjoint(functions.__all__)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ MODELS = {
     "gru_classifier": "a recurrent layer in both directions, a table with padding, means over masked rows",
     "bert_with_mask": "five inputs, a padding mask, a loss that divides sums over all samples",
     "gpt_interleaved": "q, k and v of each head together; a table read twice",
+    "gpt2": "weights stored as (in, out)",
     "t5": "biases by relative position, shared by layers; attention to another sequence",
     "deepfm": "offsets of indices in a buffer, batch norm of rows",
     "dcgan_generator": "transposed convolutions",
@@ -38,14 +39,20 @@ MODELS = {
     "two_heads": "something else in evaluation",
     "sync_norms": "statistics of all samples, in layers and in a program",
     "swin": "windows",
+    "ties": "weights of one layer, biases of another",
+    "stacked_gru": "a dropout between recurrent layers",
+    "norms_by_hand": "norms of different formulas, whose module says nothing of them",
     "row_norms": "a batch norm whose rows are several of each sample",
     "gated": "gates first and last, and products that look like gates",
     "convnext": "permuted products",
 }
 
 
-#: Models whose attention changes its scores.
-ATTENTIONS = ["t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups", "across"]
+#: Models whose attention changes its scores, or turns queries and keys by their positions in an unusual way.
+ATTENTIONS = [
+    *("t5", "swin", "bert_with_mask", "gpt_interleaved", "windows_with_dropout", "key_groups", "across"),
+    *("turned", "turned_with_mask", "gpt2"),
+]
 
 
 @pytest.mark.ranks
@@ -57,7 +64,7 @@ def test_models_compute_what_one_device_computes(ranks: Any) -> None:
 
 @pytest.mark.ranks
 def test_heads_are_divided_whatever_happens_to_their_scores(ranks: Any) -> None:
-    """Learned biases, masks of inputs and tables, factors, windows, a dropout: every rank has one half of the heads."""
+    """Learned biases, masks of inputs and tables, factors, windows, dropout, turned pairs: a rank has half the heads."""
     for differences in ranks(2).run(f"{JOBS}:compared", ATTENTIONS, True):
         assert differences == dict.fromkeys(ATTENTIONS, "")
 

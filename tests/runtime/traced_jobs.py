@@ -52,6 +52,52 @@ def key_groups() -> tuple[Any, Any]:
     return KeyGroups(), (tokens, tokens)
 
 
+class Turned(flow.nn.Module):
+    """Positions turn neighbours of half the features of a head, by angles of the forward pass; keys of two query heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = flow.nn.Embedding(20, 32)
+        self.q, self.o = (flow.nn.Linear(32, 32) for _ in range(2))
+        self.k, self.v = (flow.nn.Linear(32, 16) for _ in range(2))
+        self.register_buffer("frequencies", 300.0 ** (-flow.arange(0, 4, 2).float() / 4))
+
+    def turn(self, x: Any) -> Any:
+        angles = flow.arange(12).float().unsqueeze(1) * self.frequencies
+        pairs = x[..., :4].reshape(*x.shape[:-1], 2, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        turned = flow.stack([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+        return flow.cat([turned.reshape(*x.shape[:-1], 4), x[..., 4:]], dim=-1)
+
+    def forward(self, tokens: Any, labels: Any) -> Any:
+        h = self.table(tokens)
+        q = self.q(h).reshape(-1, 12, 4, 8).transpose(1, 2)
+        k, v = (part.reshape(-1, 12, 2, 8).transpose(1, 2) for part in (self.k(h), self.v(h)))
+        q, k = self.turn(q), self.turn(k)
+        k, v = (flow.repeat_interleave(part, 2, dim=1) for part in (k, v))
+        scores = self.hide(flow.matmul(q, k.transpose(-2, -1)) / 8**0.5, tokens)
+        y = flow.matmul(flow.softmax(scores, dim=-1), v).transpose(1, 2).reshape(-1, 12, 32)
+        return flow.nn.functional.cross_entropy(self.o(y).reshape(-1, 32), labels.reshape(-1))
+
+    def hide(self, scores: Any, tokens: Any) -> Any:
+        return scores
+
+
+class TurnedWithMask(Turned):
+    """The same with a mask of padding."""
+
+    def hide(self, scores: Any, tokens: Any) -> Any:
+        return scores.masked_fill((tokens == 0)[:, None, None, :], -1e9)
+
+
+def turned() -> tuple[Any, Any]:
+    return Turned(), (flow.randint(0, 20, (8, 12)), flow.randint(0, 20, (8, 12)))
+
+
+def turned_with_mask() -> tuple[Any, Any]:
+    return TurnedWithMask(), turned()[1]
+
+
 class Across(flow.nn.Module):
     """Queries of 7 rows, keys of 12, a mask of both, and a dropout of probabilities."""
 
@@ -102,6 +148,60 @@ def gated() -> tuple[Any, Any]:
     return Gated(), (flow.randn(8, 6, 16), flow.randn(8, 6, 16))
 
 
+class Ties(flow.nn.Module):
+    """Layers that have the weight of one other layer and the bias of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (flow.nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.norm_2, self.norm_3 = (flow.nn.LayerNorm(16) for _ in range(3))
+        self.last = flow.nn.Linear(16, 3)
+        self.third.weight, self.third.bias = self.first.weight, self.second.bias
+        self.norm_3.weight, self.norm_3.bias = self.norm.weight, self.norm_2.bias
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        for layer, norm in ((self.first, self.norm), (self.second, self.norm_2), (self.third, self.norm_3)):
+            x = norm(flow.relu(layer(x)))
+        return flow.nn.functional.cross_entropy(self.last(x).reshape(-1, 3), labels.reshape(-1))
+
+
+class StackedGRU(flow.nn.Module):
+    """Two layers in both directions with a dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.o = flow.nn.Embedding(20, 16), flow.nn.Linear(24, 20)
+        self.gru = flow.nn.GRU(16, 12, num_layers=2, dropout=0.3, batch_first=True, bidirectional=True)
+
+    def forward(self, tokens: Any, labels: Any) -> Any:
+        return flow.nn.functional.cross_entropy(
+            self.o(self.gru(self.table(tokens))[0]).reshape(-1, 20), labels.reshape(-1)
+        )
+
+
+def stacked_gru() -> tuple[Any, Any]:
+    return StackedGRU(), tuple(flow.randint(0, 20, (8, 5)) for _ in range(2))
+
+
+class NormsByHand(flow.nn.Module):
+    """A layer norm and an RMS norm that no module says eps of, and one that divides by an unbiased deviation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = flow.nn.Linear(16, 16), flow.nn.Linear(16, 3)
+        self.eps = 1e-6  # of none of them
+        for name in "abcde":
+            setattr(self, name, flow.nn.Parameter(flow.rand(16) + 0.5))
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        x = self.first(x) / 8
+        centred = x - x.mean(-1, keepdim=True)
+        x = x + self.a * centred / flow.sqrt((centred * centred).mean(-1, keepdim=True) + 1e-2) + self.b
+        x = x + x * flow.rsqrt((x * x).mean(-1, keepdim=True) + 1e-1) * self.c
+        x = x + self.d * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-2) + self.e
+        return flow.nn.functional.cross_entropy(self.last(x).reshape(-1, 3), labels.reshape(-1))
+
+
 class RowNorms(flow.nn.Module):
     """Batch norms of all rows of all samples, as LeViT has them after its products."""
 
@@ -121,10 +221,15 @@ def row_norms() -> tuple[Any, Any]:
 
 
 OWN_MODELS = {
+    "ties": lambda: (Ties(), row_norms()[1]),
+    "stacked_gru": stacked_gru,
+    "norms_by_hand": lambda: (NormsByHand(), row_norms()[1]),
     "row_norms": row_norms,
     "gated": gated,
     "across": across,
     "key_groups": key_groups,
+    "turned": turned,
+    "turned_with_mask": turned_with_mask,
     "windows_with_dropout": lambda: zoo_models.swin(attn_drop_rate=0.2),
 }
 

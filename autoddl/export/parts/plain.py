@@ -78,21 +78,21 @@ def take_plain_values(model: Any, plain: Any, is_whole: bool = True, unused: Seq
     for name, tensor in plain.named_parameters():
         unused_names[id(tensor)] = name
     for stored in all_parameters(model):
-        parts = []
+        parts = {}
         for name, rows in stored.layout.sources:
             path, _, attribute = name.rpartition(".")
             tensor = module_at(plain, path)._parameters.get(attribute)
-            if tensor is None or tuple(tensor.shape) != (rows, *stored.layout.shape[1:]):
+            shape = stored.layout.source_shape(rows)
+            if tensor is None or tuple(tensor.shape) != shape:
                 raise ValueError(
-                    f"the plain model's {name} does not have the shape {(rows, *stored.layout.shape[1:])}: this file was made "
-                    "for another model"
+                    f"the plain model's {name} does not have the shape {shape}: this file was made for another model"
                 )
             unused_names.pop(id(tensor), None)
-            parts.append(tensor.detach().numpy())
+            parts[name] = tensor.detach().numpy()
             stored.tensor.requires_grad_(stored.tensor.requires_grad and tensor.requires_grad)
         if stored.leaf is not None:
             stored.leaf.requires_grad_(stored.tensor.requires_grad)
-        stored.assign(np.concatenate(parts))
+        stored.assign(stored.layout.joined(parts))
     for name in set(unused_names.values()) - set(unused) if is_whole else ():
         raise ValueError(f"the plain model has the parameter {name}, which this file was not made for")
 

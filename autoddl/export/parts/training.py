@@ -16,9 +16,9 @@ from .parameters import all_parameters, renew_parameters
 def initialize(model: Any, seed: int) -> None:
     """Set all parameters to the initial values that the built-in plain model has for a seed."""
     for stored in all_parameters(model):
-        other_dims = stored.layout.shape[1:]
-        parts = [initial_value(name, (rows, *other_dims), seed) for name, rows in stored.layout.sources]
-        stored.assign(np.concatenate(parts))
+        layout = stored.layout
+        values = {name: initial_value(name, layout.source_shape(rows), seed) for name, rows in layout.sources}
+        stored.assign(layout.joined(values))
     renew_parameters(model)
 
 
@@ -32,16 +32,16 @@ def load_plain_state(model: Any, state: Mapping[str, Any]) -> None:
         ValueError: a parameter is missing or has another shape.
     """
     for stored in all_parameters(model):
-        parts = []
+        parts = {}
         for name, rows in stored.layout.sources:
             if name not in state:
                 raise ValueError(f"the state_dict lacks {name!r}")
             value = state[name]
-            parts.append(value if isinstance(value, np.ndarray) else value.detach().numpy())
-            shape = (rows, *stored.layout.shape[1:])
-            if parts[-1].shape != shape:
-                raise ValueError(f"the state_dict's {name} has shape {parts[-1].shape}, should have {shape}")
-        stored.assign(np.concatenate(parts))
+            parts[name] = value if isinstance(value, np.ndarray) else value.detach().numpy()
+            shape = stored.layout.source_shape(rows)
+            if parts[name].shape != shape:
+                raise ValueError(f"the state_dict's {name} has shape {parts[name].shape}, should have {shape}")
+        stored.assign(stored.layout.joined(parts))
     renew_parameters(model)
 
 

@@ -41,6 +41,7 @@ from autoddl.costmodel.distribution import Axis, canonical_axes, flat_coordinate
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.epilogue import GATES
+from autoddl.costmodel.kinds.linear import output_width
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy, copy_axes, expert_axes, layout_levels, mesh_axes, shard_axes
 
@@ -340,6 +341,7 @@ class ParameterLayout:
         reduced: Mesh axes over which the gradient is summed.
         zero: What the ranks along these axes divide of the tensor, 0 to 3 (:mod:`autoddl.costmodel.strategy`).
         hybrid: Whether they divide gradients and weights inside nodes only.
+        is_transposed: Whether the module's parameters are the transposed parts of the tensor.
     """
 
     name: str
@@ -350,6 +352,7 @@ class ParameterLayout:
     reduced: tuple[Axis, ...]
     zero: int = 0
     hybrid: bool = False
+    is_transposed: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -421,17 +424,27 @@ class ParameterLayout:
 
     def joined(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the logical value, given those of the module's parameters by name."""
-        return np.concatenate([values[name] for name, _ in self.sources])
+        return np.concatenate([self._turned(values[name]) for name, _ in self.sources])
 
     def parts(self, value: np.ndarray) -> dict[str, np.ndarray]:
         """Divide the logical ``value`` into the module's parameters, by name."""
         ends = np.cumsum([rows for _, rows in self.sources])
-        return {name: value[end - rows : end] for (name, rows), end in zip(self.sources, ends)}
+        return {name: self._turned(value[end - rows : end]) for (name, rows), end in zip(self.sources, ends)}
+
+    def source_shape(self, rows: int) -> tuple[int, ...]:
+        """Return the shape of a module's parameter of so many rows."""
+        shape = (rows, *self.shape[1:])
+        return shape[::-1] if self.is_transposed else shape
+
+    def _turned(self, value: np.ndarray) -> np.ndarray:
+        """Turn a part of the tensor into the module's parameter, or back."""
+        return np.ascontiguousarray(value.T) if self.is_transposed else value
 
     def gathered(self) -> ParameterLayout:
         """Return the layout after an all-gather of every split dimension: the order in which all ranks then hold the elements."""
         whole = tuple(gathered(held, axes) for held, axes in zip(self.indices, self.axes))
-        return ParameterLayout(self.name, self.sources, self.shape, ((),) * len(self.shape), whole, self.reduced)
+        axes = ((),) * len(self.shape)
+        return replace(self, axes=axes, indices=whole, zero=0, hybrid=False)
 
 
 def linear_layouts(
@@ -442,6 +455,7 @@ def linear_layouts(
     sections: Sequence[int] = (),
     num_groups: int = 1,
     window: Sequence[int] = (),
+    is_transposed: bool = False,
 ) -> tuple[ParameterLayout, ...]:
     """Return the layouts of the weights (out, in) of modules that read the same tensor, and then those of their biases.
 
@@ -456,6 +470,7 @@ def linear_layouts(
         sections: Widths of the sections of the product order; see `product_rows`. Default: one section.
         num_groups: Number of groups of the product order.
         window: Further dimensions of the weights, which every rank holds completely: those of a convolution's kernel.
+        is_transposed: Whether the modules have the weights as (in, out).
     """
     rows = list((weights or biases).values())
     matrix = matrix_indices(sum(rows), in_features, layout)
@@ -482,7 +497,9 @@ def linear_layouts(
             whole = tuple(all_indices(length, layout.num_ranks) for length in others)
             indices = (_rows_between(features, order, start, start + num_rows), *columns, *whole)
             name = joined_name([name for name, _ in sources])
-            result.append(ParameterLayout(name, sources, shape, (*axes, *((),) * len(others)), indices, reduced))
+            is_turned = is_transposed and len(shape) == 2
+            every_axes = (*axes, *((),) * len(others))
+            result.append(ParameterLayout(name, sources, shape, every_axes, indices, reduced, is_transposed=is_turned))
             start += num_rows
     return _sharded(result, layout)
 
@@ -672,7 +689,7 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
         UserError: The layer's modules are not the sections of the attention or gate that reads them.
     """
     out_features = layer.attributes["out_features"]
-    widths = tuple(p.shape[0] for p in layer.parameters if len(p.shape) == 2)
+    widths = tuple(output_width(layer, p) for p in layer.parameters if len(p.shape) == 2)
     if sum(widths) != out_features:
         raise UserError(f"{layer.describe()}: its weights have {sum(widths)} rows, should have {out_features}")
     num_groups = 1

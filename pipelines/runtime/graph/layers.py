@@ -222,6 +222,10 @@ def _linear(context: _Context) -> GlobalLayer:
     biases = [p for p in layer.parameters if len(p.shape) == 1]
     if len(biases) not in (0, len(weights)):
         raise UserError(f"{layer.describe()}: some of its modules have a bias and some do not; all or none should")
+    if layer.attributes.get("transposed"):
+        raise UserError(
+            f"{layer.describe()}: the graph executor runs products whose weights are stored as (out, in); use the eager executor"
+        )
     modules: dict[str, Call] = {}
     parameters = []
     calls: list[Call] = [Call("gather", (X, MESH), num_steps=1)] if context.producers and split == COLUMNS else []
@@ -287,7 +291,8 @@ def _position(context: _Context) -> GlobalLayer:
 
 def _norm(context: _Context) -> GlobalLayer:
     layer = context.layer
-    features, eps = layer.attributes["features"], context.read(context.fact("eps", "eps_of"))
+    features = layer.attributes["features"]
+    eps = context.read(context.fact("eps", "eps_of")) if layer.eps is None else layer.eps
     if layer.attributes["statistics"] == 2:
         module = Call("LayerNorm", (MESH, features, eps), {} if context.has_bias else {"bias": False})
     elif context.has_bias:
@@ -312,8 +317,14 @@ def _attention(context: _Context) -> GlobalLayer:
         raise UserError(
             f"{layer.describe()}: should read q, k and v of one or of three linear layers; it reads {producers}"
         )
-    theta = context.read(context.fact("theta", "rotary_base_of"))
-    options: dict[str, Any] = {"theta": theta} if theta else {}
+    if attributes.keys() & {"rotary_features", "rotary_neighbours"}:
+        raise UserError(
+            f"{layer.describe()}: the graph executor turns the halves of all features of a head by their positions, and no other "
+            "pairs; use the eager executor"
+        )
+    theta = attributes.get("rotary_base", None)
+    theta = context.read(context.fact("theta", "rotary_base_of")) if theta is None else theta
+    options: dict[str, Any] = {"theta": float(theta)} if theta else {}
     if kind_of(layer.kind).drops_elements(layer):
         dropout = context.read(context.fact("dropout", "dropout_of", layer.name, -1))
         options["dropout"] = dropout.probability

@@ -53,13 +53,13 @@ def program(context: LayerContext) -> LayerProgram:
         statements.append(Call("flow.split", (X, list(sections)), {"dim": 2}, ("parts",)))
         statements.append(Call("concat_heads", (Name("parts"),), {"groups": num_groups}))
     sizes = {"groups": kv_heads, "group_heads": heads // kv_heads, "head_dim": attributes["head_dim"]}
-    options: dict[str, Any] = {**sizes, "theta": context.fact("theta", "rotary_base_of")}
+    options: dict[str, Any] = {**sizes, **_rotary_options(context)}
     if is_dropped := kind_of(layer.kind).drops_elements(layer):
         dropout = context.fact("dropout", "dropout_of", layer.name, -1, *layer.dropouts[-1:])
         arguments = (dropout, Name("step"), RANKS, context.layout, Name("num_samples"), layer.rows, attributes["heads"])
         further = {name: attributes[name] for name in ("windows", "key_rows") if name in attributes}
-        statements.append(Call("bind_dropout", arguments, further, result=("drop",)))
-        options["drop"] = Name("drop")
+        statements.append(Call("bind_dropout", arguments, further, result=("drop_probabilities",)))
+        options["drop"] = Name("drop_probabilities")
     if slices > 1 and not is_across:
         options["slices"] = slices
     if context.strategy.key_copies:
@@ -75,6 +75,18 @@ def program(context: LayerContext) -> LayerProgram:
     call = Call("attend", (X, RANKS), options, num_steps=ALL_STEPS, computes=True)
     statements += context.recomputable(("x",), [call])
     return LayerProgram((), tuple(statements))
+
+
+def _rotary_options(context: LayerContext) -> dict[str, Any]:
+    """Return the options of rotary positions. What a graph does not say of them is an attribute of the user's module."""
+    attributes = context.layer.attributes
+    if "rotary_base" not in attributes:
+        return {"theta": context.fact("theta", "rotary_base_of")}
+    return {
+        "theta": float(attributes["rotary_base"]) or None,
+        **({"turned": attributes["rotary_features"]} if "rotary_features" in attributes else {}),
+        **({"is_of_neighbours": True} if attributes.get("rotary_neighbours") else {}),
+    }
 
 
 def _with_changed_scores(

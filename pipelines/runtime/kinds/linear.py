@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Parameter
 from autoddl.costmodel.kinds.epilogue import LOSSES
+from autoddl.costmodel.kinds.linear import output_width
 
 from ..comm.layouts import are_stored_separately, product_order
 from ..statements import (
@@ -101,11 +103,13 @@ def layouts(context: LayerContext, parameters: Sequence[Parameter]) -> Call:
     num_weights = sum(len(p.shape) == 2 for p in layer.parameters)
     if len(layer.parameters) - num_weights not in (0, num_weights):
         raise UserError(f"{layer.describe()}: some of its modules have a bias and some do not; all or none should")
-    weights = {p.name: p.shape[0] for p in parameters if len(p.shape) == 2}
+    weights = {p.name: output_width(layer, p) for p in parameters if len(p.shape) == 2}
     biases = {p.name: p.shape[0] for p in parameters if len(p.shape) == 1}
     arguments = (weights, biases, layer.attributes["in_features"], context.layout)
     is_grouped = order.num_groups > 1
-    options = {"sections": order.section_widths, "num_groups": order.num_groups} if is_grouped else {}
+    options: dict[str, Any] = {}
+    options |= {"sections": order.section_widths, "num_groups": order.num_groups} if is_grouped else {}
+    options |= {"is_transposed": True} if layer.attributes.get("transposed") else {}
     return Call("linear_layouts", arguments, options)
 
 

@@ -19,7 +19,7 @@ def program(context: LayerContext) -> LayerProgram:
     options = {
         "features": layer.attributes["features"],
         "is_centred": layer.attributes["statistics"] == 2,
-        "eps": context.fact("eps", "eps_of"),
+        "eps": context.fact("eps", "eps_of") if layer.eps is None else layer.eps,
         "axes": layout.axes(1),
         "ranks": RANKS,
     }

@@ -18,7 +18,7 @@ from math import prod
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
-from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
+from autoddl.costmodel.graph import Layer, LayerGraph, Parameter, tied_parameter
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.layerwork import layer_work, repeats_redistributions
@@ -296,9 +296,7 @@ def _all_reduced(num_ranks: int, nbytes: float) -> Sent:
 def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
     """Return the name of the parameter that a parameter is tied to, directly or through others: ``LAYER/PARAMETER``."""
     while parameter.tied_to is not None:
-        layer = graph[parameter.tied_to]
-        size = parameter.num_elements
-        parameter = next(other for other in layer.parameters if other.num_elements == size)
+        layer, parameter = graph[parameter.tied_to], tied_parameter(graph, parameter)
     return f"{layer.name}/{parameter.name}"
 
 

@@ -157,7 +157,7 @@ class StageWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stage's parameters, whole, by their first names in the module."""
         return {
-            name: (rows, *weight.layout.shape[1:]) for weight in self.stored.values() for name, rows in weight.sources
+            name: weight.layout.source_shape(rows) for weight in self.stored.values() for name, rows in weight.sources
         }
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.distribution import canonical
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.strategy import Choices, enumerate_strategies
+from autoddl.costmodel.layer import Parameter
+from autoddl.costmodel.strategy import Choices, data_parallel, enumerate_strategies
 from autoddl.pipelines import Kind, Times, generate
 from autoddl.pipelines.runtime.kinds.registry import parameter_layouts
 from autoddl.pipelines.runtime.pipeline.actions import Message, Receive, Run, Send
@@ -24,9 +25,11 @@ from autoddl.pipelines.runtime.pipeline.holding import StageLayout
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.shared_weights import weight_pieces
 from autoddl.pipelines.runtime.pipeline.stage_plans import stage_layouts
-from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
+from autoddl.pipelines.runtime.pipeline.stage_traffic import gradient_sums, stage_traffic
 from autoddl.pipelines.runtime.stage.plan import StagePlan
+from autoddl.zoo import layers
 from autoddl.zoo.feedforward import mlp
+from autoddl.zoo.layers import GraphBuilder, linear
 from autoddl.zoo.transformers import gpt
 
 from .stage_plan_cases import FAMILIES, GPT, MLP_WIDTHS, cut_layers, stage_layer, strategy_of
@@ -241,6 +244,27 @@ def test_stages_must_fit_the_graph():
     ):
         with pytest.raises(UserError, match=message):
             stage_layouts(graph, stages)
+
+
+def test_both_vectors_of_a_shared_norm_are_sums_of_both_stages():
+    """A norm that is used twice shares scale and shift, which have one size: neither is among the stage's own sums."""
+    builder = GraphBuilder("shares", "row")
+    first = builder.add(linear("first", 1, 8, 8))
+    norm = layers.norm("norm", 1, 8, statistics=2)
+    vectors = tuple(Parameter(f"norm.{name}", (8,)) for name in ("weight", "bias"))
+    tied = tuple(replace(vector, tied_to="norm") for vector in vectors)
+    before = builder.add(replace(norm, parameters=vectors), first)
+    second = builder.add(linear("second", 1, 8, 8), before)
+    builder.add(replace(norm, name="again", parameters=tied), second)
+    graph = builder.build()
+    stages = [
+        StagePlan({name: data_parallel((2,)) for name in names}) for names in (["first", "norm"], ["second", "again"])
+    ]
+    for number in range(2):
+        steps, others = gradient_sums(graph, stages, number, 1)
+        # A product of 8 x 8 with a bias; and scale and shift, whose sums both stages exchange: 64 B from each of 2 ranks.
+        assert sorted(step.nbytes for step in steps) == [4.0 * 2 * 8, 4.0 * (8 * 8 + 8)]
+        assert others.num_bytes == 2 * 4.0 * 2 * 8
 
 
 @settings(deadline=None, max_examples=40)
