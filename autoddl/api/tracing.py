@@ -56,10 +56,14 @@ class StepTracer:
         """Run a step, and return its result; all ranks call."""
         self._num_steps += 1
         if self._num_steps != RECORDED_STEP:
+            if not 1 < self._num_steps < RECORDED_STEP:
+                return step(None)
+            wait = load_oneflow()._oneflow_internal.eager.Sync  # operations return before they have run
+            wait()
             begun = time.monotonic()
             result = step(None)
-            if 1 < self._num_steps < RECORDED_STEP:
-                self._seconds.append(time.monotonic() - begun)
+            wait()
+            self._seconds.append(time.monotonic() - begun)
             return result
         from autoddl.pipelines.runtime.recording import Recorder
 

@@ -327,7 +327,7 @@ class _LayerWriter:
             forward, backward = self.assessed.forward_compute_s, self.assessed.backward_compute_s
             parts.append(f"compute: forward {format_seconds(forward)}, backward {format_seconds(backward)}")
         if call.function == "mean_error":
-            parts.append("all-reduces 4 B per rank")
+            parts.append("gathers 4 B of each rank")
         return "; ".join(parts)
 
     def _text(self, value: Any, names: dict[str, str]) -> str:

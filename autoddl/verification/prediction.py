@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
+from autoddl.costmodel.collectives import Step, all_reduce_steps, gather_steps
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
@@ -169,17 +170,22 @@ def _sent_bytes(steps: RankSteps, num_ranks: int) -> float:
 def unpriced_steps(layer: Layer, strategy: Strategy, phase: str, types: Precision) -> Steps:
     """Return the steps of a layer's phase that the cost model leaves out.
 
-    These are the all-reduce of the mean loss, which is a single number, and the gradients of the biases of a Summa layer.
+    These are the gathering of the mean loss, a single number of each rank, and the gradients of the biases of a Summa layer.
     """
     if phase == "forward" and kind_of(layer.kind).is_loss:
-        return _without_idle([Step(Collective.ALL_REDUCE, axis, types.master_itemsize) for axis in strategy.axes(0)])
+        return _gathered_numbers(strategy.axes(0), types)
     if phase == "forward" and layer.is_loss and layer.program is None:
-        return _without_idle([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), types.master_itemsize)])
+        return _gathered_numbers([axis for which in range(3) for axis in strategy.axes(which)], types)
     if phase == "gradient" and strategy.summa:
         biases = sum(p.num_elements for p in layer.parameters if len(p.shape) == 1)
         nbytes = types.communication_itemsize * biases / strategy.p1
         return _without_idle(all_reduce_steps(strategy.axes(0), nbytes)) if biases else ()
     return ()
+
+
+def _gathered_numbers(axes: Sequence[Axis], types: Precision) -> Steps:
+    """Return the steps that gather one number of each rank along the axes."""
+    return _without_idle(gather_steps(axes, types.master_itemsize * prod(axis.size for axis in axes)))
 
 
 def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], num_samples: int, types: Precision) -> Steps:

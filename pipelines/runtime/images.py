@@ -25,6 +25,7 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis, flat_coordinate
 
+from .backend import is_on_gpu
 from .comm.layouts import Layout, gathered
 from .detaching import detached
 from .load import load_oneflow
@@ -151,8 +152,11 @@ def convolve(
         padding = options["padding"]
         both = (padding, padding) if isinstance(padding, int) else padding
         options = {**options, "padding": (0 if rows else both[0], 0 if columns else both[1])}
-    y = functional.conv2d(images, weight, bias, **options)
-    return y.reshape(y.shape[0], 1, -1)
+    # On the host, the bias that the convolution itself would add takes longer than the convolution of a first layer (`rows`).
+    is_added = bias is not None and not is_on_gpu(images)
+    y = functional.conv2d(images, weight, None if is_added else bias, **options)
+    y = y.reshape(y.shape[0], 1, -1)
+    return add_to_channels(y, bias) if is_added else y
 
 
 def pool_windows(
@@ -187,7 +191,8 @@ def pool_windows(
 
 def add_to_channels(x: Tensor, bias: Tensor) -> Tensor:
     """Add a number to all pixels of each channel of images (samples, 1, elements)."""
-    y = x.reshape(x.shape[0], bias.shape[0], -1) + bias.reshape(1, -1, 1)
+    pixels = x.shape[2] // bias.shape[0]
+    y = x.reshape(x.shape[0], bias.shape[0], pixels) + along_rows(bias.reshape(1, -1, 1), pixels)
     return y.reshape(*x.shape)
 
 

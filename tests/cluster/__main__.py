@@ -56,7 +56,9 @@ def main() -> int:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder, emulated(Path(folder), size) as cluster:
         print(size.described(), file=sys.stderr)
-        environment = {**os.environ, **cluster.environment}
+        # So that `autoddl` and `python` are those of this environment, even if it is not activated.
+        programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        environment = {**os.environ, **cluster.environment, "PATH": programs}
         return subprocess.run(cluster.command("login", *command), env=environment, check=False).returncode
 
 

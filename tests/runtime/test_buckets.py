@@ -30,13 +30,7 @@ def test_layers_share_sums(ranks):
         for size in (0, LAYER_BYTES, LAYER_BYTES + 1, 10 * LAYER_BYTES)
     }
     counts = {size: result[0]["counts"]["all-reduce"] for size, result in results.items()}
-    loss = 1  # of the mean loss
-    assert counts == {
-        0: 4 + loss,
-        LAYER_BYTES: 4 + loss,
-        LAYER_BYTES + 1: 2 + loss,
-        10 * LAYER_BYTES: 1 + loss,
-    }
+    assert counts == {0: 4, LAYER_BYTES: 4, LAYER_BYTES + 1: 2, 10 * LAYER_BYTES: 1}
     expected = results[0][0]
     for result in results.values():
         for own in result:
@@ -74,8 +68,8 @@ def test_priced_messages_are_sent(ranks, bucket_bytes):
     """Exactly, or less than a sum too low for the last bucket, and a layer's share too high for each bucket that overflows."""
     strategies = {layer.name: Strategy(((2, 1, 1),)) for layer in MODEL.graph().layers}
     sent = ranks(2).run(f"{JOBS}:sums_of_gradients", MODEL, strategies, 8, bucket_bytes)[0]["messages"]
-    messages_of_a_sum = 2
-    sums = sent / messages_of_a_sum - 1  # the mean loss
+    messages_of_a_sum, messages_of_the_loss = 2, 1
+    sums = (sent - messages_of_the_loss) / messages_of_a_sum
     priced = priced_messages(strategies, bucket_bytes) / messages_of_a_sum
     share = min(1, LAYER_BYTES / bucket_bytes)
     assert priced == pytest.approx(4 * share)

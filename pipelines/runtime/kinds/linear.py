@@ -68,7 +68,8 @@ def program(context: LayerContext) -> LayerProgram:
     else:
         statements += [*context.recomputable(("x", *weights), product), *keeping_gate(rest)]
     if LOSSES & set(layer.epilogue):
-        options = {"is_squared": "mse_loss" in layer.epilogue}
+        axes = [axis for which in range(3) for axis in layout.axes(which)]
+        options = {"axes": axes, "is_squared": "mse_loss" in layer.epilogue}
         statements += [
             Call("data", (TARGETS, layout, RANKS), {"rows": layer.rows, **context.order}, ("expected",)),
             Call("mean_error", (X, Name("expected"), RANKS), options),

@@ -6,7 +6,7 @@ Three kinds of traffic are counted, by the steps that the cost model prices:
 - between stages: activations and their gradients;
 - gradients of weights: sums over the ranks of a stage, over its replicas, and over stages that share weights.
 
-Counts are totals over all ranks. The all-reduce of the mean loss, one number, is not counted: it has no price.
+Counts are totals over all ranks. The gathering of the mean loss, one number of each rank, is not counted: it has no price.
 """
 
 from __future__ import annotations
