@@ -5,7 +5,8 @@ experiment   what it shows
 ===========  =====================================================================================================================
 calibration  what ``autoddl calibrate`` finds on links of set latency and bandwidth
 ways         our plan, OneFlow's auto-parallel, Megatron, data parallel and Summa, for several models
-pipelines    schedules on slow wires, beside the simulation with calibrated transfers
+plans        the plan of the joint search, the best plan of each family of pipelines, and plans without a pipeline
+pipelines    schedules of sleeping stages on slow wires, beside the simulation with calibrated transfers
 slow         a slow wire and a slow host: what calibration finds, how the plan changes, what it gains
 faults       a wire that is cut and a rank that is killed: time to notice and to resume, steps lost
 ===========  =====================================================================================================================
@@ -25,10 +26,11 @@ from cluster_calibration import calibration
 from cluster_common import ClusterSize, links_available, parse_link
 from cluster_faults import faults
 from cluster_pipelines import pipelines
+from cluster_plans import plans
 from cluster_slow import slow
 from cluster_ways import ways
 
-EXPERIMENTS = ("calibration", "ways", "pipelines", "slow", "faults")
+EXPERIMENTS = ("calibration", "ways", "plans", "pipelines", "slow", "faults")
 
 
 def main() -> None:
@@ -40,15 +42,15 @@ def main() -> None:
     parser.add_argument("--inside", default="2Gbit,0.2ms", help="between ranks of a host (%(default)s)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of a calibration (%(default)s)")
     parser.add_argument("--sizes", default="4KiB:4MiB", help="message sizes of a calibration (%(default)s)")
-    parser.add_argument("--calibration", type=Path, help="ways: a cluster file, in place of a calibration")
+    parser.add_argument("--calibration", type=Path, help="ways, plans: a cluster file, in place of a calibration")
     parser.add_argument("--only", default="", metavar="TEXT", help="ways: models whose name holds it")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="ways: draw the times to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="ways, slow: interleaved rounds (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="ways, plans, slow: interleaved rounds (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="ways, slow: steps of each way in a round (%(default)s)")
     parser.add_argument("--forward", type=float, default=0.2, help="pipelines: seconds of a forward pass (%(default)s)")
     parser.add_argument("--boundary", type=int, default=1 << 20, help="pipelines: bytes between stages (%(default)s)")
     parser.add_argument("--gradients", type=int, default=1 << 22, help="pipelines: bytes of gradients (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="pipelines: runs of each schedule (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="plans, pipelines: runs of each schedule (%(default)s)")
     parser.add_argument("--cut", type=float, default=30.0, help="faults: seconds without a wire (%(default)s)")
     arguments = parser.parse_args()
     hosts, ranks = map(int, arguments.cluster.split("x"))
@@ -67,6 +69,8 @@ def run_experiment(experiment: str, size: ClusterSize, arguments: argparse.Names
     elif experiment == "ways":
         found = arguments.calibration, arguments.budget, arguments.sizes
         ways(size, arguments.only, *found, arguments.rounds, arguments.steps, arguments.svg)
+    elif experiment == "plans":
+        plans(size, arguments.calibration, arguments.budget, arguments.sizes, arguments.rounds, arguments.repeats)
     elif experiment == "pipelines":
         numbers = arguments.forward, arguments.boundary, arguments.gradients, arguments.repeats
         pipelines(size, arguments.budget, *numbers)

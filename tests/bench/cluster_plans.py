@@ -1,0 +1,175 @@
+"""Experiment "plans": the plan of the joint search, the best plan of each family of pipelines, and plans without a pipeline.
+
+Stages of pipelines sleep for the times that the plan expects, since the cores are fewer than the ranks; their messages, sums of
+gradients and the order of both are real.  Plans without a pipeline compute (`cluster_job`).  Asynchronous plans are found by a
+search of their own (``--allow-stale``), and run several steps.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import cluster_job
+from cluster_common import ClusterSize, EmulatedCluster, calibrated, launch_words, run, show, started
+from cluster_ways import Case, measured
+
+import autoddl
+from autoddl.costmodel.units import format_seconds
+from autoddl.pipelines import Times, simulate
+from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
+from autoddl.pipelines.joint.partition import chain_of
+from autoddl.pipelines.runtime.pipeline.lowering import lower
+from autoddl.pipelines.runtime.pipeline.report import combine
+from autoddl.pipelines.schedule import Schedule
+from autoddl.zoo import Transformer
+from autoddl.zoo.builtin import BuiltIn
+
+__all__ = ["plans"]
+
+JOB = Path(__file__).with_name("pipeline_job.py")
+MODEL = Transformer("gpt", layers=4, width=512, heads=8, sequence=64, vocabulary=256, tied=False)
+CASE = Case("GPT of 4 blocks", BuiltIn("gpt", MODEL), 16)
+HEADINGS = ("plan", "how", "computation", "predicted", "measured", "measured / predicted", "to AutoDDL")
+#: A difference of times by which pairs of plans have an order.
+NOTABLE = 1.1
+#: Processor time of a search [s].
+SEARCH_S = 60
+#: Steps of an asynchronous schedule, which fills and drains the pipeline once.
+STALE_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan.
+
+    Attributes:
+        name: in tables.
+        evaluation: the plan, with its figures.
+    """
+
+    name: str
+    evaluation: Evaluation
+
+    @property
+    def how(self) -> str:
+        """Schedule, stages and micro-batch."""
+        configuration, stages = self.evaluation.configuration, len(self.evaluation.stages)
+        schedule = f"{configuration.schedule.name}, {stages} stages" if stages > 1 else "no pipeline"
+        return f"{schedule}, micro-batch {configuration.workload.micro_batch}"
+
+    @property
+    def times(self) -> Times:
+        """Durations of the tasks, with the optimizer's step apart from the sums of gradients."""
+        stages = self.evaluation.stages
+        sums = tuple(stage.exposed_all_reduce_s for stage in stages)
+        return replace(self.evaluation.times, all_reduce=sums, update=tuple(stage.update_s for stage in stages))
+
+    @property
+    def schedule(self) -> Schedule:
+        """One step, or several of an asynchronous schedule."""
+        configuration = self.evaluation.configuration
+        recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
+        return configuration.schedule.schedule(configuration.widths, recomputing, STALE_STEPS)
+
+
+def plans(
+    size: ClusterSize, calibration: Path | None, budget_s: float, sizes: str, rounds: int, repeats: int
+) -> None:
+    """Run the plan of the joint search and its rivals."""
+    with started(size) as (cluster, folder):
+        path = (calibration or calibrated(cluster, folder, budget_s, sizes)).resolve()
+        joint, ways = _ways(path)
+        joint.save(folder / "plan.json")
+        wide = [way for way in ways if way.evaluation.has_pipeline and set(way.schedule.widths) != {1}]
+        ways = [way for way in ways if way not in wide]
+        found = {}
+        for way in ways:
+            if way.evaluation.has_pipeline:
+                found[way.name] = _slept(cluster, way, folder, repeats)
+        found.update(_computed(cluster, joint, [way for way in ways if way.name not in found], folder, rounds))
+    own = found[ways[0].name][1]
+    rows = []
+    for way in ways:
+        predicted, seconds = found[way.name]
+        times = format_seconds(predicted), format_seconds(seconds)
+        kind = "slept" if way.evaluation.has_pipeline else "real"
+        rows.append((way.name, way.how, kind, *times, f"{seconds / predicted:.3f}", f"{seconds / own:.2f}x"))
+    show(f"{CASE.name} ({MODEL}), batch {CASE.batch}: {size.described()}", HEADINGS, rows, 3)
+    right, total = _ordered(list(found.values()))
+    for way in wide:
+        print(f"left out: {way.name} ({way.how}), whose stages are on several ranks, which communicate inside of them")
+    print(f"order as predicted: {right} of {total} pairs whose measured times differ by more than 10 %")
+
+
+def _slept(cluster: EmulatedCluster, way: Way, folder: Path, repeats: int) -> tuple[float, float]:
+    """(Predicted, measured) duration of a step of a pipeline of single devices whose stages sleep [s]."""
+    schedule, times, workload = way.schedule, way.times, way.evaluation.configuration.workload
+    num_stages = schedule.num_stages
+    lowered = lower(schedule, workload.micro_batch, times=times)
+    boundary = [MODEL.sequence * MODEL.width] * (num_stages - 1)
+    gradients = [
+        round(sum(layer.work.gradient_bytes for layer in stage.assessment.layers)) // workload.itemsize
+        for stage in way.evaluation.stages
+    ]
+    (folder / "specification").write_bytes(pickle.dumps((lowered, times, boundary, gradients, repeats)))
+    script = [str(JOB), *launch_words(cluster), "--", "specification"]
+    run(cluster, "launch", "plan.json", *script, folder=folder)
+    reports = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(sum(schedule.widths))]
+    makespan = statistics.median(combine(schedule, each).timeline.makespan for each in zip(*reports))
+    steps = schedule.num_updates
+    return simulate(schedule, times).makespan / steps, makespan / steps
+
+
+def _computed(
+    cluster: EmulatedCluster, joint: autoddl.Plan, ways: Sequence[Way], folder: Path, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """(Predicted, measured) duration of a step of plans without a pipeline [s], by name."""
+    own = []
+    for way in ways:
+        strategies = {layer.layer.name: layer.strategy for layer in way.evaluation.layers}
+        own.append(cluster_job.Way(way.name, "autoddl", way.evaluation.configuration.workload, strategies))
+    results = measured(cluster, CASE, joint, own, folder, rounds, steps=2)
+    return {way.name: (way.evaluation.step_s, results[way.name].median_s) for way in ways}
+
+
+def _ways(path: Path) -> tuple[autoddl.Plan, list[Way]]:
+    """The plan of the joint search, and the ways: that plan first, then the rivals of both searches, no name twice."""
+    found: dict[str, Way] = {}
+    plans = [_joint_plan(path, is_stale) for is_stale in (False, True)]
+    for name, plan in zip(("AutoDDL", "AutoDDL, --allow-stale"), plans):
+        candidates = [(name, plan.search.configuration)]
+        candidates += [(rival.name, rival.configuration) for rival in plan.search.rivals]
+        for each, configuration in candidates:
+            if configuration is not None and each not in found:
+                found[each] = Way(each, evaluate(chain_of(plan.graph), plan.cluster, configuration))
+    return plans[0], list(found.values())
+
+
+def _joint_plan(path: Path, is_stale: bool) -> autoddl.Plan:
+    """The plan of the joint search, among asynchronous schedules, too, if ``is_stale``."""
+    return autoddl.plan(
+        CASE.built_in.graph(),
+        cluster=path,
+        batch=CASE.batch,
+        optimizer="sgd",
+        precision="float32",
+        pipeline="auto",
+        allow_stale=is_stale,
+        time_limit_s=SEARCH_S,
+        quiet=True,
+    )
+
+
+def _ordered(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
+    """(Pairs of plans in the predicted order, all pairs) of those whose measured times differ notably."""
+    right = total = 0
+    for number, (predicted, seconds) in enumerate(pairs):
+        for other_predicted, other_seconds in pairs[:number]:
+            if max(seconds, other_seconds) > NOTABLE * min(seconds, other_seconds):
+                total += 1
+                right += (predicted < other_predicted) == (seconds < other_seconds)
+    return right, total
