@@ -14,7 +14,7 @@ faults       a wire that is cut and a rank that is killed: time to notice and to
 Clusters are calibrated as real ones. All ways of a table run in one job, in interleaved rounds, and all verdicts are ratios within
 one run.
 
-    python tests/bench/bench_cluster.py ways --cluster 2x2 --wire 300Mbit,1ms --inside 2Gbit,0.2ms
+    python tests/bench/bench_cluster.py ways --cluster 2x2
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", nargs="?", choices=EXPERIMENTS, help="(all of them, one after the other)")
     parser.add_argument("--cluster", default="4x1", metavar="NxG", help="hosts x ranks (%(default)s)")
-    parser.add_argument("--wire", default="300Mbit,1ms", help="of each host (%(default)s)")
-    parser.add_argument("--inside", default="2Gbit,0.2ms", help="between ranks of a host (%(default)s)")
+    parser.add_argument("--wire", default="100Mbit,1ms", help="of each host (%(default)s)")
+    parser.add_argument("--inside", default="1Gbit,0.2ms", help="between ranks of a host (%(default)s)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of a calibration (%(default)s)")
     parser.add_argument("--sizes", default="4KiB:4MiB", help="message sizes of a calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="ways, plans: a cluster file, in place of a calibration")

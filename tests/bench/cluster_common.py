@@ -23,6 +23,7 @@ __all__ = [
     "ClusterSize",
     "EmulatedCluster",
     "Link",
+    "agreement",
     "calibrated",
     "launch_words",
     "links_available",
@@ -32,6 +33,8 @@ __all__ = [
     "started",
 ]
 
+#: A difference that counts: of a measured time from the predicted one, of two measured times.
+NOTABLE = 0.1
 COMMAND = str(Path(sys.executable).with_name("autoddl"))
 
 
@@ -84,3 +87,16 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], num
     columns = tuple(Column(heading, right=number >= num_left) for number, heading in enumerate(headings))
     print(f"\n{title}")
     print("\n".join(Table(columns, tuple(map(tuple, rows))).lines()), flush=True)
+
+
+def agreement(pairs: Sequence[tuple[float, float]]) -> str:
+    """A line on how well (predicted, measured) times agree: one by one, and in the order of two of them."""
+    near = sum(abs(seconds / predicted - 1) <= NOTABLE for predicted, seconds in pairs)
+    right = total = 0
+    for number, (predicted, seconds) in enumerate(pairs):
+        for other_predicted, other_seconds in pairs[:number]:
+            if max(seconds, other_seconds) > (1 + NOTABLE) * min(seconds, other_seconds):
+                total += 1
+                right += (predicted < other_predicted) == (seconds < other_seconds)
+    differing = f"pairs whose measured times differ by more than {NOTABLE:.0%}"
+    return f"within {NOTABLE:.0%} of the prediction: {near} of {len(pairs)}; order as predicted: {right} of {total} {differing}"

@@ -32,10 +32,8 @@ __all__ = ["plans"]
 
 JOB = Path(__file__).with_name("pipeline_job.py")
 MODEL = Transformer("gpt", layers=4, width=512, heads=8, sequence=64, vocabulary=256, tied=False)
-CASE = Case("GPT of 4 blocks", BuiltIn("gpt", MODEL), 16)
+CASE = Case("GPT of 4 blocks of width 512", BuiltIn("gpt", MODEL), 16)
 HEADINGS = ("plan", "how", "computation", "predicted", "measured", "measured / predicted", "to AutoDDL")
-#: A difference of times by which pairs of plans have an order.
-NOTABLE = 1.1
 #: Processor time of a search [s].
 SEARCH_S = 60
 #: Steps of an asynchronous schedule, which fills and drains the pipeline once.
@@ -76,9 +74,7 @@ class Way:
         return configuration.schedule.schedule(configuration.widths, recomputing, STALE_STEPS)
 
 
-def plans(
-    size: ClusterSize, calibration: Path | None, budget_s: float, sizes: str, rounds: int, repeats: int
-) -> None:
+def plans(size: ClusterSize, calibration: Path | None, budget_s: float, sizes: str, rounds: int, repeats: int) -> None:
     """Run the plan of the joint search and its rivals."""
     with started(size) as (cluster, folder):
         path = (calibration or calibrated(cluster, folder, budget_s, sizes)).resolve()
@@ -98,7 +94,7 @@ def plans(
         times = format_seconds(predicted), format_seconds(seconds)
         kind = "slept" if way.evaluation.has_pipeline else "real"
         rows.append((way.name, way.how, kind, *times, f"{seconds / predicted:.3f}", f"{seconds / own:.2f}x"))
-    show(f"{CASE.name} ({MODEL}), batch {CASE.batch}: {size.described()}", HEADINGS, rows, 3)
+    show(f"{CASE.name}, batch {CASE.batch}: {size.described()}", HEADINGS, rows, 3)
     right, total = _ordered(list(found.values()))
     for way in wide:
         print(f"left out: {way.name} ({way.how}), whose stages are on several ranks, which communicate inside of them")
@@ -162,14 +158,3 @@ def _joint_plan(path: Path, is_stale: bool) -> autoddl.Plan:
         time_limit_s=SEARCH_S,
         quiet=True,
     )
-
-
-def _ordered(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """(Pairs of plans in the predicted order, all pairs) of those whose measured times differ notably."""
-    right = total = 0
-    for number, (predicted, seconds) in enumerate(pairs):
-        for other_predicted, other_seconds in pairs[:number]:
-            if max(seconds, other_seconds) > NOTABLE * min(seconds, other_seconds):
-                total += 1
-                right += (predicted < other_predicted) == (seconds < other_seconds)
-    return right, total

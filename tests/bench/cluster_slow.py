@@ -39,7 +39,7 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
         ("a slow wire", replace(size, other_wires={last: slow_wire})),
         ("a slow host", replace(size, cores={last: 0.2})),
     )
-    (case,) = (each for each in CASES if each.built_in.family == "gpt")
+    case = next(each for each in CASES if each.built_in.family == "gpt")
     rows, before = [], None
     for cluster_name, now in changed:
         with started(now) as (cluster, folder):

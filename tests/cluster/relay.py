@@ -168,10 +168,14 @@ def _enter(pid: int) -> None:
 
 
 def _widen_tcp_windows() -> None:
-    """Let a connection of the present network namespace fill its link from its first byte: latency and bandwidth alone count."""
+    """Let a connection of the present network namespace fill its link from its first byte: latency and bandwidth alone count.
+
+    What it sends ahead waits for the link, so it is limited: if it took longer than the retransmission timeout of 0.2 s, TCP would
+    take packets for lost that are not, and send them again.
+    """
     settings = {
         "tcp_rmem": "4096 4194304 16777216",
-        "tcp_wmem": "4096 4194304 16777216",
+        "tcp_wmem": "4096 2097152 2097152",
         "tcp_slow_start_after_idle": "0",
     }
     for name, value in settings.items():

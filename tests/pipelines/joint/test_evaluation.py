@@ -159,6 +159,16 @@ def test_a_pipeline_of_single_devices_by_hand():
     )
 
 
+def test_what_a_step_waits_for_adds_up_if_an_optimizer_step_is_hidden():
+    """Chimera, on a worker that is never idle: one of its two stages is updated while it computes passes of the other."""
+    spec = PipelineSchedule("chimera", 4, 4, (("concatenation", "direct"), ("num_pipelines", 2)), num_pipelines=2)
+    one, wide = Strategy(((1, 1, 1),)), gpt(Transformer("wide", 4, 64, 4, 8, 65536, tied=False))
+    found = evaluate(*_with(MACHINE, uniform(wide, StageMesh(1, 1), spec, 1, 4, (1, 1, 1, 1), "none", one)))
+    whole = sum(found.stages[stage].update_s for _, stage in found.schedule.stages_on(found.busiest))
+    assert found.bubble_s == 0 and found.update_s < whole
+    assert found.step_s == pytest.approx(found.compute_s + found.communication_s + found.bubble_s, rel=1e-12)
+
+
 def test_recomputation_of_a_stage_keeps_inputs_and_runs_again():
     spec = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),))
     machine = MACHINE.resized(1, 2).with_links(latency_s=LATENCY, bandwidth=BANDWIDTH)
