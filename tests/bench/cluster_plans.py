@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cluster_job
-from cluster_common import ClusterSize, EmulatedCluster, calibrated, launch_words, run, show, started
+from cluster_common import ClusterSize, EmulatedCluster, agreement, calibrated, launch_words, run, show, started
 from cluster_ways import Case, measured
 
 import autoddl
@@ -95,10 +95,9 @@ def plans(size: ClusterSize, calibration: Path | None, budget_s: float, sizes: s
         kind = "slept" if way.evaluation.has_pipeline else "real"
         rows.append((way.name, way.how, kind, *times, f"{seconds / predicted:.3f}", f"{seconds / own:.2f}x"))
     show(f"{CASE.name}, batch {CASE.batch}: {size.described()}", HEADINGS, rows, 3)
-    right, total = _ordered(list(found.values()))
     for way in wide:
         print(f"left out: {way.name} ({way.how}), whose stages are on several ranks, which communicate inside of them")
-    print(f"order as predicted: {right} of {total} pairs whose measured times differ by more than 10 %")
+    print(agreement(list(found.values())))
 
 
 def _slept(cluster: EmulatedCluster, way: Way, folder: Path, repeats: int) -> tuple[float, float]:
