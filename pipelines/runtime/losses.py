@@ -89,15 +89,17 @@ def cross_entropy(
     return _Function.apply("cross_entropy", forward, backward, logits)
 
 
-def mean_error(predictions: Tensor, targets: Tensor, ranks: Ranks, axes: Sequence[Axis], is_squared: bool) -> Tensor:
+def mean_error(
+    predictions: Tensor, targets: Tensor, ranks: Ranks, is_squared: bool, axes: Sequence[Axis] = ()
+) -> Tensor:
     """Return the mean squared (or absolute) difference between predictions and targets, over the elements of all ranks.
 
     Args:
         predictions: This rank's part of the predictions.
         targets: Targets of the same elements.
         ranks: The ranks.
-        axes: Mesh axes of all ranks.
         is_squared: Whether differences are squared.
+        axes: Mesh axes of all ranks; none if there is one rank.
     """
     wide = ranks.backend.master
     difference, count = detached(predictions).to(wide) - targets.to(wide), predictions.numel() * ranks.num_ranks

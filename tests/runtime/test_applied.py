@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.collectives import all_reduce_steps
+from autoddl.costmodel.collectives import all_reduce_steps, gather_steps
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -132,11 +133,10 @@ def expected_steps(case):
 
 
 def unpriced(layer: Layer, strategy, phase, ran, number_bytes=4.0):
-    """What nobody prices: the loss's own sum of one number, and Summa's sum of a bias's gradient over its rows."""
-    if layer.kind == "loss" or "mse_loss" in layer.epilogue:
-        return Counter(
-            {step: count for step, count in ran.items() if step[0] == "all-reduce" and step[3] == number_bytes}
-        )
+    """What nobody prices: gathering a number of each rank for the loss, and Summa's sum of a bias's gradient over its rows."""
+    if phase == "forward" and (layer.kind == "loss" or "mse_loss" in layer.epilogue):
+        axes = [axis for which in range(1 if layer.kind == "loss" else 3) for axis in strategy.axes(which)]
+        return counted(gather_steps(axes, number_bytes * math.prod(axis.size for axis in axes)))
     biases = [p for p in layer.parameters if len(p.shape) == 1]
     if strategy.summa and biases and phase == "gradient":
         nbytes = 4 * sum(p.num_elements for p in biases) / strategy.p1
@@ -336,7 +336,8 @@ def test_gradients_of_micro_batches_are_summed_once(ranks):
     for (_, phase), steps in expected_steps(case).items():
         for step, count in counted(steps).items():
             expected[step] += count * (1 if phase == "gradient" else 4)
-    expected["all-reduce", 4, 1, 4.0] += 4  # the means
+    expected["all-gather", 2, 2, 8.0] += 4  # the means
+    expected["all-gather", 2, 1, 16.0] += 4
     for result in ranks(4).run(f"{JOBS}:micro_batches", *case.arguments):
         assert result["steps"] == expected
         assert max(result["once"].values()) < 1e-5
