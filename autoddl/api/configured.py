@@ -86,6 +86,18 @@ class PricingOptions(TypedDict, total=False):
 
 
 _PLANNER_DEFAULTS = {option.name: option.default for option in fields(Options)}
+#: What the plans that a configuration is compared with have in common with it.
+_KEPT = (
+    "batch",
+    "precision",
+    "optimizer",
+    "attention",
+    "gradients",
+    "zero",
+    "activations",
+    "overlap",
+    "bucket_bytes",
+)
 #: Defaults of `PricingOptions`: those of the planner where it chooses nothing; None for options that are not listed.
 PRICING_DEFAULTS: Mapping[str, Any] = {
     **{name: _PLANNER_DEFAULTS[name] for name in PricingOptions.__annotations__ if name in _PLANNER_DEFAULTS},
@@ -335,18 +347,7 @@ def distance(
         chain_of(plan.graph), plan.cluster, result.layout, plan.workload, result.memory_limit_bytes
     )
     base = replace(result.options.base, recompute=None, micro_batch=None)
-    names = (
-        "batch",
-        "precision",
-        "optimizer",
-        "attention",
-        "gradients",
-        "zero",
-        "activations",
-        "overlap",
-        "bucket_bytes",
-        "memory_limit_bytes",
-    )
+    names = (*_KEPT, "memory_limit_bytes")
     best = search(
         plan.graph,
         cluster=plan.cluster,
@@ -448,18 +449,7 @@ def nearest_uniform(plan: Plan, *, time_limit_s: float = UNIFORM_TIME_LIMIT_S, s
     if not 0 < time_limit_s <= MAX_SECONDS:
         raise UserError(f"time_limit_s is {time_limit_s:g}, should be a positive number, at most {MAX_SECONDS:g}")
     workload = plan.workload
-    names = (
-        "batch",
-        "precision",
-        "optimizer",
-        "attention",
-        "gradients",
-        "zero",
-        "activations",
-        "overlap",
-        "bucket_bytes",
-    )
-    options = Options(memory_limit_bytes=plan.memory_limit_bytes, **{name: getattr(workload, name) for name in names})
+    options = Options(memory_limit_bytes=plan.memory_limit_bytes, **{name: getattr(workload, name) for name in _KEPT})
     job = job_of(plan.graph, plan.cluster, JointOptions(options))
     found = best_uniform(job, Clock(time_limit_s, stop or NoStop()))
     if found is None:

@@ -55,16 +55,22 @@ class StepTracer:
     def run(self, step: Callable[[Recorder | None], Any]) -> Any:
         """Run a step, and return its result; all ranks call."""
         self._num_steps += 1
-        if self._num_steps != RECORDED_STEP:
-            if not 1 < self._num_steps < RECORDED_STEP:
-                return step(None)
-            wait = load_oneflow()._oneflow_internal.eager.Sync  # operations return before they have run
-            wait()
-            begun = time.monotonic()
-            result = step(None)
-            wait()
-            self._seconds.append(time.monotonic() - begun)
-            return result
+        if self._num_steps == RECORDED_STEP:
+            return self._recorded(step)
+        return self._timed(step) if 1 < self._num_steps < RECORDED_STEP else step(None)
+
+    def _timed(self, step: Callable[[Recorder | None], Any]) -> Any:
+        """Run a step that is not recorded, and note how long it takes until all of its operations have run."""
+        wait = load_oneflow()._oneflow_internal.eager.Sync
+        wait()
+        begun = time.monotonic()
+        result = step(None)
+        wait()
+        self._seconds.append(time.monotonic() - begun)
+        return result
+
+    def _recorded(self, step: Callable[[Recorder | None], Any]) -> Any:
+        """Record a step, and write what all ranks recorded."""
         from autoddl.pipelines.runtime.recording import Recorder
 
         recorder = Recorder()
