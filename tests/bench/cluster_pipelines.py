@@ -6,9 +6,11 @@ Stages sleep in place of computing, since the cores are fewer than the ranks; me
 from __future__ import annotations
 
 import pickle
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
-from cluster_common import ClusterSize, calibrated, launch_words, run, show, started
+from cluster_common import ClusterSize, EmulatedCluster, calibrated, launch_words, run, show, started
 
 import autoddl
 from autoddl.costmodel.cluster import load_cluster
@@ -17,8 +19,9 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.pipelines import Times, generate, simulate
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.report import combine
+from autoddl.pipelines.schedule import Schedule
 
-__all__ = ["pipelines"]
+__all__ = ["pipelines", "slept"]
 
 JOB = Path(__file__).with_name("pipeline_job.py")
 ROWS = 4
@@ -34,7 +37,7 @@ FAMILIES = (
 def pipelines(
     size: ClusterSize, budget_s: float, forward_s: float, boundary_bytes: int, gradient_bytes: int, repeats: int
 ) -> list[tuple[str, float, float]]:
-    """Run every family with as many micro-batches as stages, and twice as many; returns (name, simulated, measured) [s]."""
+    """Run every family with as many micro-batches as stages, and twice as many; returns (name, simulated, measured) step [s]."""
     num_ranks = size.num_hosts * size.ranks_per_host
     found, rows = [], []
     with started(size) as (cluster, folder):
@@ -56,27 +59,44 @@ def pipelines(
                     transfer_latency=link.latency_s,
                     all_reduce=link.time(reduced) if schedule.num_pipelines > 1 else 0.0,
                 )
-                lowered = lower(schedule, ROWS, times=times)
-                elements = [boundary_bytes // 4 // ROWS] * (num_stages - 1), [gradient_bytes // 4] * num_stages
-                (folder / "specification").write_bytes(pickle.dumps((lowered, times, *elements, repeats)))
-                run(
-                    cluster,
-                    "launch",
-                    "plan.json",
-                    str(JOB),
-                    *launch_words(cluster),
-                    "--",
-                    "specification",
-                    folder=folder,
-                )
-                reports = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(num_ranks)]
-                makespans = sorted(combine(schedule, each).timeline.makespan for each in zip(*reports))
-                simulated, measured = simulate(schedule, times).makespan, makespans[len(makespans) // 2]
+                boundary, gradients = boundary_bytes // 4 // ROWS, [gradient_bytes // 4] * num_stages
+                simulated, measured = slept(cluster, folder, schedule, times, ROWS, boundary, gradients, repeats)
                 found.append((f"{name}, {num_micro_batches} micro-batches", simulated, measured))
-                steps = schedule.num_updates
-                seconds = f"{simulated / steps:.2f} s", f"{measured / steps:.2f} s"
+                seconds = f"{simulated:.2f} s", f"{measured:.2f} s"
                 rows.append((name, str(num_micro_batches), *seconds, f"{measured / simulated:.3f}"))
     durations = f"forward {forward_s:g} s, backward {2 * forward_s:g} s, {boundary_bytes / 1e6:.2f} MB a boundary"
     title = f"Schedules of sleeping stages on {num_ranks} ranks ({durations} on a rank), per step: {size.described()}"
     show(title, ("schedule", "micro-batches", "simulated", "measured", "measured / simulated"), rows)
     return found
+
+
+def slept(
+    cluster: EmulatedCluster,
+    folder: Path,
+    schedule: Schedule,
+    times: Times,
+    rows: int,
+    row_elements: int,
+    gradient_elements: Sequence[int],
+    repeats: int,
+) -> tuple[float, float]:
+    """(Simulated, measured) duration of a step of a schedule whose stages sleep [s]; the folder has a ``plan.json``.
+
+    Args:
+        cluster: the hosts, with as many ranks as the schedule.
+        folder: for the files of the job.
+        schedule: the schedule.
+        times: durations of its tasks.
+        rows: rows of a micro-batch.
+        row_elements: single-precision elements in a row of the tensor between two stages.
+        gradient_elements: single-precision elements of each stage's gradients.
+        repeats: runs, of which the median counts.
+    """
+    lowered = lower(schedule, rows, times=times)
+    boundaries = [row_elements] * (schedule.num_stages - 1)
+    specification = lowered, times, boundaries, list(gradient_elements), repeats
+    (folder / "specification").write_bytes(pickle.dumps(specification))
+    run(cluster, "launch", "plan.json", str(JOB), *launch_words(cluster), "--", "specification", folder=folder)
+    reports = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(sum(schedule.widths))]
+    makespan = statistics.median(combine(schedule, each).timeline.makespan for each in zip(*reports))
+    return simulate(schedule, times).makespan / schedule.num_updates, makespan / schedule.num_updates

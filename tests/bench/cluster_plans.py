@@ -7,30 +7,26 @@ search of their own (``--allow-stale``), and run several steps.
 
 from __future__ import annotations
 
-import pickle
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cluster_job
-from cluster_common import ClusterSize, EmulatedCluster, agreement, calibrated, launch_words, run, show, started
-from cluster_ways import Case, measured
+from cluster_common import ClusterSize, EmulatedCluster, agreement, calibrated, show, started
+from cluster_pipelines import slept
+from cluster_ways import Case, measured, plan_of
 
 import autoddl
 from autoddl.costmodel.units import format_seconds
-from autoddl.pipelines import Times, simulate
+from autoddl.pipelines import Times
 from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
 from autoddl.pipelines.joint.partition import chain_of
-from autoddl.pipelines.runtime.pipeline.lowering import lower
-from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.schedule import Schedule
 from autoddl.zoo import Transformer
 from autoddl.zoo.builtin import BuiltIn
 
 __all__ = ["plans"]
 
-JOB = Path(__file__).with_name("pipeline_job.py")
 MODEL = Transformer("gpt", layers=4, width=512, heads=8, sequence=64, vocabulary=256, tied=False)
 CASE = Case("GPT of 4 blocks of width 512", BuiltIn("gpt", MODEL), 16)
 HEADINGS = ("plan", "how", "computation", "predicted", "measured", "measured / predicted", "to AutoDDL")
@@ -102,21 +98,13 @@ def plans(size: ClusterSize, calibration: Path | None, budget_s: float, sizes: s
 
 def _slept(cluster: EmulatedCluster, way: Way, folder: Path, repeats: int) -> tuple[float, float]:
     """(Predicted, measured) duration of a step of a pipeline of single devices whose stages sleep [s]."""
-    schedule, times, workload = way.schedule, way.times, way.evaluation.configuration.workload
-    num_stages = schedule.num_stages
-    lowered = lower(schedule, workload.micro_batch, times=times)
-    boundary = [MODEL.sequence * MODEL.width] * (num_stages - 1)
+    workload = way.evaluation.configuration.workload
     gradients = [
         round(sum(layer.work.gradient_bytes for layer in stage.assessment.layers)) // workload.itemsize
         for stage in way.evaluation.stages
     ]
-    (folder / "specification").write_bytes(pickle.dumps((lowered, times, boundary, gradients, repeats)))
-    script = [str(JOB), *launch_words(cluster), "--", "specification"]
-    run(cluster, "launch", "plan.json", *script, folder=folder)
-    reports = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(sum(schedule.widths))]
-    makespan = statistics.median(combine(schedule, each).timeline.makespan for each in zip(*reports))
-    steps = schedule.num_updates
-    return simulate(schedule, times).makespan / steps, makespan / steps
+    size = workload.micro_batch, MODEL.sequence * MODEL.width
+    return slept(cluster, folder, way.schedule, way.times, *size, gradients, repeats)
 
 
 def _computed(
@@ -146,14 +134,5 @@ def _ways(path: Path) -> tuple[autoddl.Plan, list[Way]]:
 
 def _joint_plan(path: Path, is_stale: bool) -> autoddl.Plan:
     """The plan of the joint search, among asynchronous schedules, too, if ``is_stale``."""
-    return autoddl.plan(
-        CASE.built_in.graph(),
-        cluster=path,
-        batch=CASE.batch,
-        optimizer="sgd",
-        precision="float32",
-        pipeline="auto",
-        allow_stale=is_stale,
-        time_limit_s=SEARCH_S,
-        quiet=True,
-    )
+    options = {"pipeline": "auto", "allow_stale": is_stale, "time_limit_s": SEARCH_S}
+    return plan_of(CASE, path, bucket_bytes=0, **options)

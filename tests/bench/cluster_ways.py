@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from cluster_common import ClusterSize, EmulatedCluster, agreement, calibrated, launch_words, run, show, started
 from cluster_job import Result, Specification, Way
@@ -76,17 +77,10 @@ def best_of_family(graph: LayerGraph, cluster: Cluster, name: str, batch: int) -
     return None if best[1] is None else best[1:]
 
 
-def plan_of(case: Case, path: Path) -> autoddl.Plan:
-    """Our plan for a cluster."""
-    return autoddl.plan(
-        case.built_in.graph(),
-        cluster=path,
-        batch=case.batch,
-        optimizer="sgd",
-        precision="float32",
-        bucket_bytes=BUCKET_BYTES,
-        quiet=True,
-    )
+def plan_of(case: Case, path: Path, **options: Any) -> autoddl.Plan:
+    """Our plan for a cluster, by default with gradients in buckets; ``options`` are those of `autoddl.plan`."""
+    chosen = {"optimizer": "sgd", "precision": "float32", "bucket_bytes": BUCKET_BYTES, "quiet": True, **options}
+    return autoddl.plan(case.built_in.graph(), cluster=path, batch=case.batch, **chosen)
 
 
 def ways_of(case: Case, path: Path) -> tuple[autoddl.Plan, list[Way], dict[str, Assessment]]:
