@@ -13,6 +13,7 @@ import numpy as np
 
 from autoddl.pipelines.runtime.backend import CPU, backend_of
 from autoddl.pipelines.runtime.graph.executor import GraphExecutor
+from autoddl.pipelines.runtime.graph.kept import KeptGraph
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.ranks.rank import report
 from autoddl.pipelines.runtime.ranks.wire import Meter
@@ -87,7 +88,7 @@ def _count(meter: Meter, executor: GraphExecutor, tensors: list[Any]) -> tuple[i
     return traffic.payload_bytes - sorted(own_bytes)[_NUM_IDLE // 2], values
 
 
-class _IdleGraph(flow.nn.Graph):
+class _IdleGraph(KeptGraph):
     """A graph in which ranks compute and send nothing but what OneFlow sends to start every graph."""
 
     def build(self, x: Any) -> Any:

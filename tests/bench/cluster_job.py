@@ -175,11 +175,13 @@ def _by_graph(built_in: BuiltIn, way: Way, data: tuple[np.ndarray, ...]) -> Call
 def _by_auto_parallel(built_in: BuiltIn, way: Way, data: tuple[np.ndarray, ...]) -> Callable[[], float]:
     import oneflow as flow
 
+    from autoddl.pipelines.runtime.graph.kept import KeptGraph
+
     everyone = flow.placement("cpu", list(range(flow.env.get_world_size())))
     model = _module(built_in).to_global(placement=everyone, sbp=flow.sbp.broadcast)
     has_loss = built_in.graph().layers[-1].is_loss
 
-    class Training(flow.nn.Graph):
+    class Training(KeptGraph):
         def __init__(self) -> None:
             super().__init__()
             self.model = model

@@ -15,6 +15,9 @@ from autoddl.zoo.modules import build_module, make_batch
 
 flow = load_oneflow()
 
+#: Graphs of pages live as long as their rank, for the reason that `KeptGraph` gives.
+_KEPT = []
+
 
 def train_applied(plan, num_steps):
     """Train a built-in model with `autoddl.apply` and on this rank alone.
@@ -60,4 +63,5 @@ def train_page(path, num_steps):
     model = page["Model"]()
     page["initialize"](model, 0)
     graph = page["TrainingGraph"](model, flow.optim.SGD(model.parameters(), lr=0.125))
+    _KEPT.append(graph)
     return [float(graph(*page["batch"](0, step)).to_local().numpy().mean()) for step in range(num_steps)]

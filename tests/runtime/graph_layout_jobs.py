@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from autoddl.pipelines.runtime.backend import CPU
+from autoddl.pipelines.runtime.graph.kept import KeptGraph
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.ranks.wire import Meter
 
 flow = load_oneflow()
 
 
-class Change(flow.nn.Graph):
+class Change(KeptGraph):
     """A graph that only changes a layout."""
 
     def __init__(self, placement, sbp):

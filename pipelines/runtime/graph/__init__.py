@@ -7,6 +7,7 @@ module         contents
 `layers`       modules and statements of each kind of layer; needs no OneFlow
 `modules`      the modules; exported files contain them
 `model`        `GlobalModel`, which executes the statements
+`kept`         `KeptGraph`, an ``nn.Graph`` that lives as long as its process
 `executor`     `GraphExecutor`, which trains it
 =============  ===================================================================================================
 """

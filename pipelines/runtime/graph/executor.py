@@ -24,6 +24,7 @@ from ..loss_scaling import GROWTH_INTERVAL, INITIAL_SCALE
 from ..model_constants import LEARNING_RATES
 from ..train_steps import make_optimizer
 from ..userparameters import check_parameters, first_names
+from .kept import KeptGraph
 from .model import GlobalModel, InputLayout, global_tensor
 
 flow: Any = load_oneflow()
@@ -35,7 +36,7 @@ Tensor = Any
 MakeOptimizer = Callable[[Iterable[Any]], Any]
 
 
-class _TrainingGraph(flow.nn.Graph):
+class _TrainingGraph(KeptGraph):
     """Forward pass, backward pass and optimizer step of a batch; returns the losses of its micro-batches.
 
     Args:
