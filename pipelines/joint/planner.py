@@ -304,7 +304,7 @@ def _plan_families(
     The whole space has the lower bound ``bound_s``; the other arguments are those of :func:`.rivals.plan_rivals`.
     """
     rivals: list[Rival] = []
-    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, tried, clock, best is not None):
+    for rival, plan in plan_rivals(job, unpipelined, one_stage, error, explorer, tried, clock, best):
         rivals.append(rival)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
@@ -416,7 +416,7 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         simulated=1,
         stage_searches=0,
     )
-    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer(), (None, None), clock, True)
+    families = plan_rivals(job, unpipelined, one_stage, error, job.explorer(), (None, None), clock, best)
     return PlanResult(
         graph=job.graph,
         cluster=job.cluster,

@@ -21,7 +21,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
-from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.units import format_bytes
 from autoddl.search.planner import InfeasibleError, Planned
 
@@ -133,7 +133,7 @@ def plan_rivals(
     explorer: Explorer,
     tried: tuple[Evaluation | None, Evaluation | None],
     clock: Clock,
-    has_plan: bool,
+    best: Evaluation | None,
 ) -> Iterator[tuple[Rival, Evaluation | None]]:
     """Plan the rivals one after the other: the plans without a pipeline, then the best plan of each family.
 
@@ -145,7 +145,7 @@ def plan_rivals(
         explorer: An explorer of the job, whose tables the searches of the families may share.
         tried: The best plan of the trials by Megatron's rule (:mod:`.megatron_trials`), and the best recipe; None if none fits.
         clock: The time limit of the whole search.
-        has_plan: Whether any plan is known, which may be of no family.
+        best: The best plan that is known, which may be of no family; None if none is known.
 
     Yields:
         The row of the family, and its best plan (None if there is none).
@@ -162,7 +162,7 @@ def plan_rivals(
         yield Rival.of(RECIPE, recipe, how, lower_bound_s=None), recipe
     offered = [family for family in RIVAL_FAMILIES if not family.stale or job.options.allow_stale]
     time_per_weight_s = SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
-    has_plan = has_plan or one_stage is not None or trial is not None
+    has_plan = any(plan is not None for plan in (best, one_stage, trial))
     found: dict[str | None, Evaluation | None] = {None: None, _TRIALS: trial}
     for family in RIVAL_FAMILIES:
         if family not in offered:
@@ -171,7 +171,9 @@ def plan_rivals(
         deadline = Clock(min(family.weight * time_per_weight_s, clock.left_s), job.stop)
         # As long as no plan is known, the time of the whole search may be used to find one.
         patience = Clock(max(clock.left_s, _TIME_FOR_FIRST_S), job.stop) if not has_plan else None
-        rival, plan = _pipeline(job, family, explorer, deadline, patience, found[family.contains])
+        own = None if best is None else _member_like(job, family, best)
+        known = cheaper(found[family.contains], own, job.options.base.objective)
+        rival, plan = _pipeline(job, family, explorer, deadline, patience, known)
         has_plan, found[family.title] = has_plan or plan is not None, plan
         yield rival, plan
 
@@ -224,6 +226,23 @@ def _pipeline(
     return Rival.of(family.title, best, how, lower_bound_s=lower, paper_step_s=paper_step_s), best
 
 
+def _member_like(job: PlanningJob, family: Family, plan: Evaluation) -> Evaluation | None:
+    """The plan with replicated stages, if that is a plan of the family and fits: what a search need not find again."""
+    configuration = plan.configuration
+    is_like = family.allows(configuration.schedule) and (family.uneven or isinstance(configuration.mesh, StageMesh))
+    if not is_like or family.make_stages is not replicated_stages:
+        return None
+    stages = []
+    for number, stage in enumerate(configuration.stages):
+        strategy = data_parallel(configuration.mesh_of(number).devices(job.cluster).level_sizes)
+        stages.append(replace(stage, strategies=dict.fromkeys(stage.strategies, strategy)))
+    try:
+        member = evaluate(job.chain, job.cluster, replace(configuration, stages=tuple(stages)))
+    except UserError:
+        return None
+    return member if member.memory_bytes <= job.limit_bytes else None
+
+
 def cheaper(one: Evaluation | None, other: Evaluation | None, objective: str) -> Evaluation | None:
     """The plan of the lower cost; the first if both cost the same."""
     if one is None or other is None:
@@ -242,7 +261,7 @@ def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
     """The best plan of pure data parallelism over all devices, by trying all micro-batches and ways of recomputation."""
     name = "data parallel"
     mesh = StageMesh.whole(job.cluster)
-    strategy = Strategy(tuple((size, 1, 1) for size in mesh.devices(job.cluster).level_sizes))
+    strategy = data_parallel(mesh.devices(job.cluster).level_sizes)
     given, best, reason = job.options.base.micro_batch, None, ""
     least_bytes = math.inf
     for size in divisors(job.workload.batch) if given is None else [given]:

@@ -8,6 +8,7 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.joint import JointOptions
 from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.joint.search import Explored
 from autoddl.pipelines.planners import Clock
 from autoddl.search.planner import Options
 from autoddl.text.plans import plan_text
@@ -45,6 +46,21 @@ def test_papers_plans_are_those_of_their_planners():
     assert rows["Chimera"].paper_step_s == pytest.approx(found.evaluation.step_s)
     assert rows["Chimera"].step_s <= found.evaluation.step_s
     assert rows["WPipe"].infeasible == "asynchronous; offered with allow_stale=True"
+
+
+def test_a_family_is_at_least_as_fast_as_the_plan_with_replicated_stages(monkeypatch):
+    """Though the searches of the families find nothing: Chimera's plan is a member of Chimera's family, and of no other."""
+    graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
+
+    def no_plan(*_):
+        raise UserError("no plan")
+
+    monkeypatch.setattr("autoddl.pipelines.joint.rivals.explore", lambda *_, **__: Explored(is_finished=False))
+    monkeypatch.setattr("autoddl.pipelines.joint.rivals.paper_plan", no_plan)
+    found = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32), "chimera"))
+    rows = {family.name: family for family in found.rivals}
+    assert rows["Chimera"].step_s == found.evaluation.step_s
+    assert rows["GPipe"].infeasible == rows["DAPPLE"].infeasible == "none was found within the time limit"
 
 
 def test_the_bound_has_the_flops_of_opaque_layers():
