@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of a calibration (%(default)s)")
     parser.add_argument("--sizes", default="4KiB:4MiB", help="message sizes of a calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="ways, plans: a cluster file, in place of a calibration")
-    parser.add_argument("--only", default="", metavar="TEXT", help="ways: models whose name holds it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="ways, slow, faults: models whose name holds it")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="ways: draw the times to this file")
     parser.add_argument("--rounds", type=int, default=5, help="ways, plans, slow: interleaved rounds (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="ways, slow: steps of each way in a round (%(default)s)")
@@ -75,9 +75,9 @@ def run_experiment(experiment: str, size: ClusterSize, arguments: argparse.Names
         numbers = arguments.forward, arguments.boundary, arguments.gradients, arguments.repeats
         pipelines(size, arguments.budget, *numbers)
     elif experiment == "slow":
-        slow(size, arguments.budget, arguments.sizes, arguments.rounds, arguments.steps)
+        slow(size, arguments.only, arguments.budget, arguments.sizes, arguments.rounds, arguments.steps)
     else:
-        faults(size, arguments.cut)
+        faults(size, arguments.only, arguments.budget, arguments.sizes, arguments.cut)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster_common import COMMAND, ClusterSize, EmulatedCluster, launch_words, show, started
-
-import autoddl
+from cluster_common import COMMAND, ClusterSize, EmulatedCluster, calibrated, launch_words, show, started
+from cluster_ways import CASES, plan_of
 
 __all__ = ["faults"]
 
@@ -57,12 +56,12 @@ class Run:
             self.exit_code = process.wait()
 
 
-def faults(size: ClusterSize, cut_s: float) -> None:
-    """Train without a fault, with a wire that is cut, and with a rank that is killed."""
+def faults(size: ClusterSize, only: str, budget_s: float, sizes: str, cut_s: float) -> None:
+    """Train the first model whose name holds a text: without a fault, with a wire that is cut, and with a rank that is killed."""
+    case = next(each for each in CASES if only in each.name)
     rows = []
     with started(size) as (cluster, folder):
-        options = {"nodes": size.num_hosts, "devices_per_node": size.ranks_per_host, "batch": 64, "quiet": True}
-        autoddl.plan("mlp:256,512,256", cluster="local-cpu", **options).save(folder / "plan.json")
+        plan_of(case, calibrated(cluster, folder, budget_s, sizes)).save(folder / "plan.json")
         host = size.hosts[-1]
 
         def cut(run: Run) -> None:
@@ -81,7 +80,8 @@ def faults(size: ClusterSize, cut_s: float) -> None:
             run = _with_restored_wire(cluster, host, waiting, lambda disturb=disturb: Run(cluster, folder, disturb))
             rows.append((name, *_figures(run, losses)))
     headings = ("fault", "noticed after", "steps again after", "starts", "steps lost", "losses", "exit code")
-    show(f"Faults in the middle of a training of {NUM_STEPS} steps: {size.described()}", headings, rows)
+    title = f"Faults in the middle of {NUM_STEPS} steps of the {case.name}, batch {case.batch}: {size.described()}"
+    show(title, headings, rows)
 
 
 def _with_restored_wire(

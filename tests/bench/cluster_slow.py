@@ -1,4 +1,4 @@
-"""Experiment "slow": a wire of a quarter of the bandwidth, and a host with a fraction of a core.
+"""Experiment "slow": a wire of a tenth of the bandwidth, and a host with a fraction of a core.
 
 Each cluster is calibrated. The plan for the cluster as it was, and the plan for the cluster as it is, then run there in one job.
 """
@@ -30,16 +30,16 @@ HEADINGS = (
 )
 
 
-def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int) -> None:
-    """Compare plans on the cluster as it was, with a slow wire, and with a slow host."""
+def slow(size: ClusterSize, only: str, budget_s: float, sizes: str, rounds: int, steps: int) -> None:
+    """Compare plans of the first model whose name holds a text: on the cluster as it was, with a slow wire, and with a slow host."""
     last = size.hosts[-1]
-    slow_wire = Link(size.wire.bandwidth / 4, size.wire.latency_s)
+    slow_wire = Link(size.wire.bandwidth / 10, size.wire.latency_s)
     changed = (
         ("as it was", size),
         ("a slow wire", replace(size, other_wires={last: slow_wire})),
         ("a slow host", replace(size, cores={last: 0.2})),
     )
-    case = next(each for each in CASES if each.built_in.family == "gpt")
+    case = next(each for each in CASES if only in each.name)
     rows, before = [], None
     for cluster_name, now in changed:
         with started(now) as (cluster, folder):
@@ -69,5 +69,5 @@ def slow(size: ClusterSize, budget_s: float, sizes: str, rounds: int, steps: int
                         f"{seconds / own:.2f}x",
                     )
                 )
-    slowed = f"slow wire: {last} at a quarter, slow host: {last} with 0.2 cores"
+    slowed = f"slow wire: {last} at a tenth, slow host: {last} with 0.2 cores"
     show(f"{case.name}, batch {case.batch}: {size.described()}; {slowed}", HEADINGS, rows, 2)

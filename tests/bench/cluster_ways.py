@@ -178,6 +178,9 @@ def ways(
             results = measured(cluster, case, plan, found, folder, rounds, steps)
             title = f"{case.name}, batch {case.batch}: {size.described()}"
             show(title, HEADINGS, rows_of(found, prices, results))
+            for way in found:
+                if fault := results[way.name].fault:
+                    print(f"{way.name}: {fault}")
             print(agreement([(price.step_s, results[name].median_s) for name, price in prices.items()]))
             bars = [
                 (way.name, results[way.name].median_s, prices[way.name].step_s if way.name in prices else None)
