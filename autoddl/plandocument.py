@@ -42,8 +42,9 @@ from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
-from autoddl.costmodel.units import format_bytes
+from autoddl.costmodel.units import format_bytes, format_percent, format_seconds
 from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.executed import executed_step_s
 from autoddl.pipelines.joint.result import PRICED, JointOptions, PlanResult, Rival
 from autoddl.search.planner import Candidate
 
@@ -95,6 +96,8 @@ MEMBERS = (
 )  # fmt: skip
 #: The members that a document may lack.
 OPTIONAL = ("executor",)
+#: Share of a step by which its execution has to be longer for a note.
+_NOTABLE = 0.01
 #: The members that hold the hashes of the others.
 SEAL = ("hashes", "content_hash")
 #: The figures of a rival that follow from the rival's plan.
@@ -302,7 +305,24 @@ def executor_of(fields: Fields) -> str:
 def notes_of(result: PlanResult, trusted: PlanTrust | None) -> list[str]:
     """Return the remarks on a plan for the reader: on its model, its calibration, its execution, and its search."""
     executed = pricing_notes(result.graph, result.workload, result.options.base.executor)
-    return [*result.graph.notes, *(trusted.notes if trusted else ()), *executed, *result.notes]
+    return [
+        *result.graph.notes,
+        *(trusted.notes if trusted else ()),
+        *executed,
+        *_one_stream_note(result.evaluation),
+        *result.notes,
+    ]
+
+
+def _one_stream_note(evaluation: Evaluation) -> list[str]:
+    """Say how much longer a step takes as executed, if that is notable."""
+    seconds = executed_step_s(evaluation)
+    if seconds <= evaluation.step_s * (1 + _NOTABLE):
+        return []
+    more = format_percent(seconds / evaluation.step_s - 1)
+    return [
+        f"as executed, a step takes {format_seconds(seconds)}, {more} more: the ranks of a worker communicate one after the other"
+    ]
 
 
 def _candidate_fields(candidate: Candidate) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 - :mod:`.schedule`: ``Task`` and ``Schedule`` (an ordered list of tasks per worker); :mod:`.grid`: schedules as CSV.
 - :mod:`.generators`: ``generate(name, num_stages=, num_micro_batches=, ...)`` returns a schedule of any family, checked by
   :mod:`.validate`; :mod:`.single_stage`: the schedule of a single stage, for any number of micro-batches.
-- :mod:`.simulator`: ``simulate(schedule, times)`` returns a ``Timeline``; :mod:`.times`: durations of tasks and transfers;
+- :mod:`.simulator`: ``simulate(schedule, times)`` returns a ``Timeline``; :mod:`.one_stream`: the same where a worker communicates
+  one after the other, as AutoDDL's runtime does; :mod:`.times`: durations of tasks and transfers;
   :mod:`.critical`: the critical path; :mod:`.memory`: activations and weight versions; :mod:`.communication`: transfers and
   collectives in one total order; :mod:`.draw`: text, SVG, Chrome trace.
 - :mod:`.planners`: planners that cut a model for a cluster. :mod:`.runtime`: execution on OneFlow ranks.
@@ -16,6 +17,7 @@
 from .critical import CriticalPath, critical_path
 from .generators import GeneratorError, families, generate
 from .grid import from_csv, to_csv
+from .one_stream import simulate_one_stream
 from .schedule import Kind, Part, Replica, Schedule, ScheduleTextError, Task, parse_task
 from .simulator import simulate
 from .timeline import SteadyState, Timeline, free_regions, steady_state
@@ -44,6 +46,7 @@ __all__ = [
     "parse_task",
     "replicate",
     "simulate",
+    "simulate_one_stream",
     "steady_state",
     "to_csv",
 ]

@@ -26,7 +26,7 @@ from .tasktable import NONE, TaskTable, producers, tabulate
 from .timeline import Timeline
 from .times import Times, TimesError
 
-__all__ = ["Execution", "execute", "simulate"]
+__all__ = ["Execution", "execute", "simulate", "task_durations", "task_inputs", "task_transfers"]
 
 
 @dataclass
@@ -81,8 +81,9 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
 def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
     """Run a schedule as far as possible; if it deadlocks, some cursor is before the end of its list."""
     duration = task_durations(table, times).tolist()
-    transfer, link = _transfers(schedule, table, times)
-    producer_of, several_producers = _inputs(schedule, table)
+    transfer, targets = task_transfers(schedule, table, times)
+    link = _links(schedule, table, targets)
+    producer_of, several_producers = task_inputs(schedule, table)
     reduces = AllReduces(table, times)
     group_of = reduces.group_of
 
@@ -175,9 +176,9 @@ def _sizes(table: TaskTable) -> np.ndarray:
     return np.where(table.kind < Kind.ALL_REDUCE, table.num_slots / table.slots_per_micro_batch, 1.0)
 
 
-def _transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list[float], list[int]]:
-    """Per task the transfer time of its output and the directed link that it takes (-1 for none)."""
-    num_stages, num_workers = schedule.num_stages, schedule.num_workers
+def task_transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list[float], list[int]]:
+    """Per task the transfer time of its output and the worker that it travels to (-1 for none)."""
+    num_stages = schedule.num_stages
     placement = np.array(schedule.placement)
     forward = table.kind == Kind.FORWARD
     backward = (table.kind == Kind.BACKWARD) | (table.kind == Kind.BACKWARD_INPUT)
@@ -185,15 +186,21 @@ def _transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list
     neighbour = np.clip(table.stage + np.where(forward, 1, -1), 0, num_stages - 1)
     target = placement[table.pipeline, neighbour]
     sends &= target != table.worker
-    link = np.full(table.num_tasks, NONE)
-    link[sends] = np.unique(table.worker[sends] * num_workers + target[sends], return_inverse=True)[1].ravel()
     padded_forward = np.array([*times.transfer_forward, 0.0])
     padded_backward = np.array([0.0, *times.transfer_backward])
     per_whole = np.where(forward, padded_forward[table.stage], padded_backward[table.stage])
-    return (times.transfer_latency + per_whole * _sizes(table)).tolist(), link.tolist()
+    return (times.transfer_latency + per_whole * _sizes(table)).tolist(), np.where(sends, target, NONE).tolist()
 
 
-def _inputs(schedule: Schedule, table: TaskTable) -> tuple[list[int], dict[int, tuple[int, ...]]]:
+def _links(schedule: Schedule, table: TaskTable, targets: list[int]) -> list[int]:
+    """Per task the directed link that its output takes (-1 for none)."""
+    target = np.array(targets, dtype=np.int64)
+    link, sends = np.full(table.num_tasks, NONE), target != NONE
+    link[sends] = np.unique(table.worker[sends] * schedule.num_workers + target[sends], return_inverse=True)[1].ravel()
+    return link.tolist()
+
+
+def task_inputs(schedule: Schedule, table: TaskTable) -> tuple[list[int], dict[int, tuple[int, ...]]]:
     """Per task its producer, -1 for none. A task with several has a key below -1, which the dictionary maps to all of them."""
     producer, consumer = producers(schedule, table)
     producer_of = np.full(table.num_tasks, NONE)

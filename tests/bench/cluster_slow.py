@@ -31,7 +31,7 @@ HEADINGS = (
 
 
 def slow(size: ClusterSize, only: str, budget_s: float, sizes: str, rounds: int, steps: int) -> None:
-    """Compare plans of the first model whose name holds a text: on the cluster as it was, with a slow wire, and with a slow host."""
+    """Compare plans of the first model whose name holds a text: as the cluster was, with a slow wire, and with a slow host."""
     last = size.hosts[-1]
     slow_wire = Link(size.wire.bandwidth / 10, size.wire.latency_s)
     changed = (

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from ...one_stream import simulate_one_stream
 from ...schedule import Schedule
-from ...simulator import simulate
 from ...timeline import Timeline
 from ...times import Times
 from ...validate import validate
@@ -94,8 +94,9 @@ def lower(
         schedule: The schedule. It is validated.
         micro_batch_rows: Rows (samples) of a micro-batch.
         times: Durations of tasks and transfers. Communication is ordered by the times at which it begins in a simulation with these
-            durations. The order is free of deadlocks whatever the real durations are, but ranks wait least if the real durations
-            are similar. If None, one unit of time for each computation.
+            durations, where a worker communicates one after the other (:mod:`autoddl.pipelines.one_stream`). The order is free of
+            deadlocks whatever the real durations are, but ranks wait least if the real durations are similar. If None, one unit of
+            time for each computation.
         tied: For each group of weights that several stages share, these stages.
         compress: Whether to compress messages if their values allow it (see `compression`).
         layouts: Layouts of stages with SBP plans. If None, the ranks of a worker share the rows evenly.
@@ -122,7 +123,8 @@ def lower(
         times = Times.of(
             schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
         )
-    timeline = simulate(schedule, _positive_durations(times))
+    joint_stages = [stage for stage, layout in enumerate(holding.layouts or ()) if layout.is_joint]
+    timeline = simulate_one_stream(schedule, _positive_durations(times), joint_stages)
     return lower_with_timeline(holding, timeline, tied=tied, compress=compress, agrees=agrees)
 
 

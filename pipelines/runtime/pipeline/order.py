@@ -1,10 +1,10 @@
 """One total order of all communication, and the programs of the ranks in this order.
 
-**The order.** All communication is sorted by the times at which it begins in a simulation, and every rank issues its share of it in
-that order. This cannot deadlock, whatever the real durations are. Consider the first entry of the order that is not complete. The
-tasks that compute its inputs can run, because all communication that they depend on comes before it. None of its ranks has other
-communication to do before it. So it can proceed. Within the order, a rank issues each entry as early as it can: a send as soon as
-its tensor is computed, and a receive at once, during earlier computations.
+**The order.** All communication is sorted by the times at which it begins in a simulation (:mod:`autoddl.pipelines.one_stream`),
+and every rank issues its share of it in that order. This cannot deadlock, whatever the real durations are. Consider the first entry
+of the order that is not complete. The tasks that compute its inputs can run, because all communication that they depend on comes
+before it. None of its ranks has other communication to do before it. So it can proceed. Within the order, a rank issues each entry
+as early as it can: a send as soon as its tensor is computed, and a receive at once, during earlier computations.
 
 **Joint computations.** The ranks of a stage with an SBP plan may communicate with each other during a computation. All other
 communication of these ranks must stand still meanwhile, because in OneFlow a pending receive blocks every collective of its

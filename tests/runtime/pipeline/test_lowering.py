@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines import Kind, Schedule, Times, generate, parse_task, simulate
+from autoddl.pipelines import Kind, Schedule, Times, generate, parse_task, simulate_one_stream
 from autoddl.pipelines.communication import Transfer
 from autoddl.pipelines.memory import weight_versions
 from autoddl.pipelines.runtime.pipeline.actions import Drop, Message, Receive, Reduce, Rest, Run, Send, Update
@@ -161,10 +161,10 @@ def test_a_program_to_read():
         "run 0F0 v0",
         "send 0F0 to 1",
         "receive 1:0F1 from 1",
+        "receive 1B0 from 1",  # rank 1 is ahead, since 0F0 was sent first: 1B0 travels before 1:1B1
         "run 1:1F1 v0",
         "run 1:1B1 v0",
         "send 1:1B1 to 1",
-        "receive 1B0 from 1",
         "run 0B0 v0",
         "reduce 1A0 of (0 1)",
         "reduce 0A0 of (0 1)",
@@ -196,7 +196,8 @@ def test_all_ranks_follow_one_order(schedule, compress):
     """Every rank's communication is a subsequence of one list of all of it."""
     lowered = lower(schedule, 8, compress=compress)
     times = Times.of(schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125)
-    order = communication(lowered.holding, simulate(schedule, times), local_actions(schedule), compress=compress)
+    timeline = simulate_one_stream(schedule, times)
+    order = communication(lowered.holding, timeline, local_actions(schedule), compress=compress)
     place = {entry: index for index, entry in enumerate(order)}
     for program in lowered.programs:
         own = [
