@@ -43,8 +43,9 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
 from autoddl.costmodel.units import format_bytes, format_percent, format_seconds
-from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
 from autoddl.pipelines.joint.executed import executed_step_s
+from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.result import PRICED, JointOptions, PlanResult, Rival
 from autoddl.search.planner import Candidate
 
@@ -309,20 +310,29 @@ def notes_of(result: PlanResult, trusted: PlanTrust | None) -> list[str]:
         *result.graph.notes,
         *(trusted.notes if trusted else ()),
         *executed,
-        *_one_stream_note(result.evaluation),
+        *_one_stream_note(result),
         *result.notes,
     ]
 
 
-def _one_stream_note(evaluation: Evaluation) -> list[str]:
-    """Say how much longer a step takes as executed, if that is notable."""
-    seconds = executed_step_s(evaluation)
-    if seconds <= evaluation.step_s * (1 + _NOTABLE):
+def _one_stream_note(result: PlanResult) -> list[str]:
+    """Say how much longer a step takes as executed, if that is notable, and which rival then takes less."""
+    plan = result.evaluation
+    seconds = executed_step_s(plan)
+    if seconds <= plan.step_s * (1 + _NOTABLE):
         return []
-    more = format_percent(seconds / evaluation.step_s - 1)
-    return [
-        f"as executed, a step takes {format_seconds(seconds)}, {more} more: the ranks of a worker communicate one after the other"
+    chain = chain_of(result.graph)
+    note = (
+        f"as executed, a step takes {format_seconds(seconds)}, {format_percent(seconds / plan.step_s - 1)} more: the ranks of a "
+        "worker communicate one after the other"
+    )
+    rivals = [
+        (executed_step_s(evaluate(chain, result.cluster, rival.configuration)), rival.name)
+        for rival in result.rivals
+        if rival.configuration is not None and rival.step_s < seconds
     ]
+    least_s, name = min(rivals, default=(seconds, ""))
+    return [f"{note}; {name} takes {format_seconds(least_s)}" if least_s < seconds else note]
 
 
 def _candidate_fields(candidate: Candidate) -> dict[str, Any]:

@@ -169,10 +169,13 @@ def plan_rivals(
             yield Rival(family.title, infeasible="asynchronous; offered with allow_stale=True"), None
             continue
         deadline = Clock(min(family.weight * time_per_weight_s, clock.left_s), job.stop)
-        # As long as no plan is known, the time of the whole search may be used to find one.
-        patience = Clock(max(clock.left_s, _TIME_FOR_FIRST_S), job.stop) if not has_plan else None
         own = None if best is None else _member_like(job, family, best)
         known = cheaper(found[family.contains], own, job.options.base.objective)
+        # As long as no plan is known, the time of the whole search may be used to find one; for a family without a plan, its share
+        # of what is left.
+        left_s = clock.left_s * family.weight / sum(other.weight for other in offered[offered.index(family) :])
+        patience_s = left_s if has_plan else max(clock.left_s, _TIME_FOR_FIRST_S)
+        patience = Clock(patience_s, job.stop) if known is None else None
         rival, plan = _pipeline(job, family, explorer, deadline, patience, known)
         has_plan, found[family.title] = has_plan or plan is not None, plan
         yield rival, plan

@@ -18,12 +18,16 @@ from autoddl.pipelines.joint import (
     JointOptions,
     StageMesh,
 )
+from autoddl.pipelines.joint.evaluation import evaluate
+from autoddl.pipelines.joint.executed import executed_step_s
 from autoddl.pipelines.joint.job import job_of
 from autoddl.pipelines.joint.megatron_trials import megatron_trials
 from autoddl.pipelines.joint.meshes import Division
+from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.rivals import RECIPE
 from autoddl.pipelines.planners import Clock
+from autoddl.plandocument import notes_of
 from autoddl.planfile import load_plan, plan_document, plan_from_document, save_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import Transformer, gpt, mlp, resolve_model
@@ -150,6 +154,26 @@ def test_reports_begin_with_a_trial_and_the_plan_without_a_pipeline_and_end_with
     assert steps[0] == pytest.approx(trial.step_s, rel=1e-9) and any(step <= alone * (1 + 1e-9) for step in steps[1:])
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1] >= found.cost
     assert all(0 <= bound <= found.cost * (1 + 1e-9) for _, bound, _ in reports)
+
+
+@pytest.mark.parametrize("bandwidth", [1e10, 3e6])
+def test_a_plan_that_is_slower_as_executed_says_so(bandwidth):
+    """On fast links messages hardly wait for each other; on slow ones they do, and a row may take less."""
+    found = plan_jointly(
+        UNTIED, MACHINE.with_links(latency_s=LATENCY, bandwidth=bandwidth), JointOptions(Options(batch=8))
+    )
+    seconds, chain = executed_step_s(found.evaluation), chain_of(UNTIED)
+    notes = [note for note in notes_of(found, None) if note.startswith("as executed, ")]
+    more = seconds / found.evaluation.step_s - 1
+    if bandwidth > 1e9:
+        assert 0 <= more < 0.01 and not notes
+        return
+    (note,) = notes
+    assert more > 1 and note.startswith(f"as executed, a step takes {seconds * 1e3:.1f} ms, {more:.1%} more: ")
+    rows = [row for row in found.rivals if row.configuration is not None]
+    executed = {row.name: executed_step_s(evaluate(chain, found.cluster, row.configuration)) for row in rows}
+    best = min(executed, key=executed.__getitem__)
+    assert note.endswith(f"; {best} takes {executed[best] * 1e3:.1f} ms" if executed[best] < seconds else "other")
 
 
 # ---- The document and the command --------------------------------------------------------------------------------------

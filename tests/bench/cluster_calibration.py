@@ -34,7 +34,7 @@ HEADINGS = (
 #: Clusters with links of different kinds: hosts, ranks, (bandwidth [bytes/s], latency [s]) of wires and inside hosts.
 CLUSTERS = (
     ClusterSize(2, 1, Link(37.5e6, 5e-3)),
-    ClusterSize(4, 1, Link(37.5e6, 2e-3)),
+    ClusterSize(4, 1, Link(37.5e6, 5e-3)),
     ClusterSize(2, 2, Link(37.5e6, 5e-3), Link(125e6, 2e-3)),
 )
 

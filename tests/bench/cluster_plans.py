@@ -19,16 +19,22 @@ from cluster_ways import Case, measured, plan_of
 import autoddl
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines import Times
+from autoddl.pipelines.joint import JointOptions
 from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
+from autoddl.pipelines.joint.job import job_of, no_report
 from autoddl.pipelines.joint.partition import chain_of
+from autoddl.pipelines.joint.rivals import RIVAL_FAMILIES
+from autoddl.pipelines.joint.search import explore
+from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.schedule import Schedule
+from autoddl.search.planner import Options
 from autoddl.zoo import Transformer
 from autoddl.zoo.builtin import BuiltIn
 
 __all__ = ["plans"]
 
-MODEL = Transformer("gpt", layers=4, width=512, heads=8, sequence=64, vocabulary=256, tied=False)
-CASE = Case("GPT of 4 blocks of width 512", BuiltIn("gpt", MODEL), 16)
+MODEL = Transformer("gpt", layers=8, width=384, heads=6, sequence=64, vocabulary=256, tied=False)
+CASE = Case("GPT of 8 blocks of width 384", BuiltIn("gpt", MODEL), 16)
 HEADINGS = ("plan", "how", "computation", "predicted", "measured", "measured / predicted", "to AutoDDL")
 #: Processor time of a search [s].
 SEARCH_S = 60
@@ -76,8 +82,6 @@ def plans(size: ClusterSize, calibration: Path | None, budget_s: float, sizes: s
         path = (calibration or calibrated(cluster, folder, budget_s, sizes)).resolve()
         joint, ways = _ways(path)
         joint.save(folder / "plan.json")
-        wide = [way for way in ways if way.evaluation.has_pipeline and set(way.schedule.widths) != {1}]
-        ways = [way for way in ways if way not in wide]
         found = {}
         for way in ways:
             if way.evaluation.has_pipeline:
@@ -91,8 +95,6 @@ def plans(size: ClusterSize, calibration: Path | None, budget_s: float, sizes: s
         kind = "slept" if way.evaluation.has_pipeline else "real"
         rows.append((way.name, way.how, kind, *times, f"{seconds / predicted:.3f}", f"{seconds / own:.2f}x"))
     show(f"{CASE.name}, batch {CASE.batch}: {size.described()}", HEADINGS, rows, 3)
-    for way in wide:
-        print(f"left out: {way.name} ({way.how}), whose stages are on several ranks, which communicate inside of them")
     print(agreement(list(found.values())))
 
 
@@ -121,15 +123,30 @@ def _computed(
 
 def _ways(path: Path) -> tuple[autoddl.Plan, list[Way]]:
     """The plan of the joint search, and the ways: that plan first, then the rivals of both searches, no name twice."""
-    found: dict[str, Way] = {}
+    found: dict[str, Way | None] = {}
     plans = [_joint_plan(path, is_stale) for is_stale in (False, True)]
     for name, plan in zip(("AutoDDL", "AutoDDL, --allow-stale"), plans):
         candidates = [(name, plan.search.configuration)]
         candidates += [(rival.name, rival.configuration) for rival in plan.search.rivals]
         for each, configuration in candidates:
             if configuration is not None and each not in found:
-                found[each] = Way(each, evaluate(chain_of(plan.graph), plan.cluster, configuration))
-    return plans[0], list(found.values())
+                way = Way(each, evaluate(chain_of(plan.graph), plan.cluster, configuration))
+                is_wide = way.evaluation.has_pipeline and set(way.schedule.widths) != {1}
+                found[each] = _narrow(way, plan) if is_wide else way
+    return plans[0], [way for way in found.values() if way is not None]
+
+
+def _narrow(way: Way, plan: autoddl.Plan) -> Way | None:
+    """The best plan of a family with workers of one rank: stages on several ranks communicate inside, and cannot sleep."""
+    (family,) = (each for each in RIVAL_FAMILIES if each.title == way.name)
+    base = Options(CASE.batch, precision="float32", optimizer="sgd")
+    job = job_of(plan.graph, plan.cluster, JointOptions(base, allow_stale=family.stale), no_report, None)
+    explorer, num_ranks = job.explorer(family.make_stages), plan.cluster.num_devices
+    settings = explorer.settings(
+        None, family.stale, lambda spec: family.allows(spec) and spec.num_workers == num_ranks, False
+    )
+    best = explore(explorer, settings, deadline=Clock(SEARCH_S / 4, job.stop)).best
+    return None if best is None else Way(way.name, best)
 
 
 def _joint_plan(path: Path, is_stale: bool) -> autoddl.Plan:
