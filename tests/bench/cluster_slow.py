@@ -17,6 +17,8 @@ from autoddl.costmodel.units import format_seconds
 
 __all__ = ["slow"]
 
+#: CPU quota of the slow host; its ranks share it, and poll while they wait.
+SLOW_CORES = 0.5
 HEADINGS = (
     "cluster",
     "plan",
@@ -37,7 +39,7 @@ def slow(size: ClusterSize, only: str, budget_s: float, sizes: str, rounds: int,
     changed = (
         ("as it was", size),
         ("a slow wire", replace(size, other_wires={last: slow_wire})),
-        ("a slow host", replace(size, cores={last: 0.2})),
+        ("a slow host", replace(size, cores={last: SLOW_CORES})),
     )
     case = next(each for each in CASES if only in each.name)
     rows, before = [], None
@@ -69,5 +71,5 @@ def slow(size: ClusterSize, only: str, budget_s: float, sizes: str, rounds: int,
                         f"{seconds / own:.2f}x",
                     )
                 )
-    slowed = f"slow wire: {last} at a tenth, slow host: {last} with 0.2 cores"
+    slowed = f"slow wire: {last} at a tenth, slow host: {last} with {SLOW_CORES} cores"
     show(f"{case.name}, batch {case.batch}: {size.described()}; {slowed}", HEADINGS, rows, 2)
