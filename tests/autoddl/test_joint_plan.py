@@ -174,7 +174,9 @@ def test_a_plan_that_is_slower_as_executed_says_so(bandwidth):
     executed = {row.name: executed_step_s(evaluate(chain, found.cluster, row.configuration)) for row in rows}
     least_s = min(executed.values())
     assert least_s < seconds
-    assert any(note.endswith(f"; {name} takes {least_s * 1e3:.1f} ms") for name in executed if executed[name] == least_s)
+    assert any(
+        note.endswith(f"; {name} takes {least_s * 1e3:.1f} ms") for name in executed if executed[name] == least_s
+    )
 
 
 # ---- The document and the command --------------------------------------------------------------------------------------
