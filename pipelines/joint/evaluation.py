@@ -246,9 +246,13 @@ class Evaluation:
     def update_s(self) -> float:
         """Seconds of the optimizer step of the busiest worker, less what runs under the passes of its other stages."""
         whole = sum(self.stages[stage].update_s for _, stage in self.schedule.stages_on(self.busiest))
-        room = self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s
-        is_hidden = self.schedule.is_synchronous and room < whole * (1 - 1e-9)
-        return max(0.0, room) if is_hidden else whole
+        is_hidden = self.schedule.is_synchronous and self._idle_s < whole * (1 - 1e-9)
+        return max(0.0, self._idle_s) if is_hidden else whole
+
+    @cached_property
+    def _idle_s(self) -> float:
+        """Seconds per step in which the busiest worker neither runs passes nor waits for communication."""
+        return self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s
 
     @cached_property
     def inner_communication_s(self) -> float:
@@ -303,8 +307,7 @@ class Evaluation:
     @property
     def bubble_s(self) -> float:
         """Idle seconds of the busiest worker per step."""
-        busy_s = self._busy_s(self.busiest) + self.update_s
-        return self._without_rounding(self.step_s - busy_s - self.exposed_communication_s)
+        return self._without_rounding(self._idle_s - self.update_s)
 
     @property
     def bubble_ratio(self) -> float:
