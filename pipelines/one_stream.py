@@ -11,12 +11,16 @@ where ready(e) is the end of the task whose output is sent, the latest launch of
 the inputs of a joint computation are ready.
 
 **The order** on the streams is free, as long as all workers agree on it.  Sorted by start, it is the total order in which the
-runtime issues communication (:func:`.communication.timeline_order`).  Two orders are simulated, and the shorter timeline is taken:
+runtime issues communication (:func:`.communication.timeline_order`).  Three orders are simulated, and the shortest timeline is
+taken:
 
 1.  by the times at which communication begins in :func:`.simulator.simulate`;
 2.  list scheduling: whenever streams become free, communication whose workers' streams are all free begins, the one that has
-    waited longest first.  Only a joint computation does not overtake what waits for its worker: it would hold up the other end
-    for long.
+    waited longest first;
+3.  the same, but first what the longest path to the end of the schedule follows.
+
+In list scheduling a joint computation does not overtake communication of its worker that waits for another worker: it would hold
+up the other end for long.
 """
 
 from __future__ import annotations
@@ -69,7 +73,9 @@ def simulate_one_stream(schedule: Schedule, times: Times, joint_stages: Collecti
     (6.0, 7.0)
     """
     problem = _Problem(schedule, times, joint_stages)
-    orders = (problem.order_of(simulate(schedule, times)), _list_schedule(problem))
+    free = simulate(schedule, times)
+    tails = problem.tails(free)
+    orders = (problem.order_of(free), _list_schedule(problem), _list_schedule(problem, tails))
     return min((_in_order(problem, order) for order in orders), key=lambda timeline: timeline.makespan)
 
 
@@ -139,6 +145,25 @@ class _Problem:
                     keyed.append((self._iteration(entry), float(begins[number]), entry.is_joint, len(keyed), entry))
         return [entry for *_, entry in sorted(keyed, key=lambda key: key[:4])]
 
+    def tails(self, timeline: Timeline) -> list[float]:
+        """For each task, the length of the longest path from its end to the end of the schedule if each link is on its own.
+
+        Args:
+            timeline: determines in which order tasks are visited: what follows a task starts later.
+        """
+        tails = [0.0] * self.table.num_tasks
+        first_tasks = set(self.table.offsets[:-1].tolist())
+        for number in np.argsort(np.concatenate(timeline.ends), kind="stable")[::-1].tolist():
+            through = tails[number] + self.durations[number]
+            if number not in first_tasks:
+                tails[number - 1] = max(tails[number - 1], through)
+            for source in self.inputs(number):
+                entry = self.outputs.get(source) or self.entries.get(source)
+                between = 0.0 if entry is None or entry.is_joint else entry.duration
+                for each in entry.launches if entry is not None and entry.launches else (source,):
+                    tails[each] = max(tails[each], through + between)
+        return tails
+
     def _iteration(self, entry: _Entry) -> int:
         if not self.schedule.is_synchronous:
             return 0
@@ -201,16 +226,16 @@ def _in_order(problem: _Problem, order: Iterable[_Entry]) -> Timeline:
     return Timeline(schedule, *columns)  # type: ignore[arg-type]
 
 
-def _list_schedule(problem: _Problem) -> list[_Entry]:
-    """The order of list scheduling."""
-    return list(_ListScheduling(problem).run())
+def _list_schedule(problem: _Problem, tails: Sequence[float] | None = None) -> list[_Entry]:
+    """The order of list scheduling: first what the longest path follows, if ``tails`` are given, else what has waited longest."""
+    return list(_ListScheduling(problem, tails).run())
 
 
 class _ListScheduling:
-    """An event-driven simulation that decides at each event what begins on the streams."""
+    """An event-driven simulation that decides at each event what begins on the streams; arguments as of `_list_schedule`."""
 
-    def __init__(self, problem: _Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: _Problem, tails: Sequence[float] | None) -> None:
+        self._problem, self._tails = problem, tails
         num_workers = problem.schedule.num_workers
         self._workers = problem.table.worker.tolist()
         self._next = [problem.tasks_of(worker).start for worker in range(num_workers)]
@@ -283,7 +308,11 @@ class _ListScheduling:
                     self._waiting.append(entry)
 
     def _begin_entries(self) -> Iterator[_Entry]:
-        """Begin what waits for streams that are free, the oldest first."""
+        """Begin what waits for streams that are free, in the order of their urgency."""
+        if self._tails is not None:
+            self._waiting.sort(
+                key=self._remaining, reverse=True
+            )  # stable: of equal ones, the one that has waited longest
         overtaken: set[int] = set()
         left = []
         for entry in self._waiting:
@@ -297,6 +326,11 @@ class _ListScheduling:
                 overtaken.update(entry.workers)
                 left.append(entry)
         self._waiting = left
+
+    def _remaining(self, entry: _Entry) -> float:
+        """The length of the longest path from the time at which an entry is ready."""
+        assert self._tails is not None
+        return self._tails[entry.task] + (entry.duration if entry.is_joint else 0.0)
 
     def _schedule(self, after: float, number: int, entry: _Entry | None) -> None:
         heapq.heappush(self._events, (self._now + after, self._num_events, number, entry))
