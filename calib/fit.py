@@ -234,7 +234,7 @@ def _check_sizes(points: Sequence[MeasuredPoint], level: str) -> None:
             only = next(point.num_bytes for point in points if point.collective == collective)
             raise UserError(
                 f"all samples of {collective} on the {level} level have one message size ({only} bytes): latency and bandwidth "
-                "cannot be separated; measure at least two sizes, or three to estimate the error of the fit"
+                "cannot be separated; measure at least two sizes, or three to estimate the error of the fit, or for longer"
             )
 
 
