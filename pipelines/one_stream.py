@@ -11,16 +11,18 @@ where ready(e) is the end of the task whose output is sent, the latest launch of
 the inputs of a joint computation are ready.
 
 **The order** on the streams is free, as long as all workers agree on it.  Sorted by start, it is the total order in which the
-runtime issues communication (:func:`.communication.timeline_order`).  Three orders are simulated, and the shortest timeline is
+runtime issues communication (:func:`.communication.timeline_order`).  Four orders are simulated, and the shortest timeline is
 taken:
 
 1.  by the times at which communication begins in :func:`.simulator.simulate`;
 2.  list scheduling: whenever streams become free, communication whose workers' streams are all free begins, the one that has
     waited longest first;
-3.  the same, but first what the longest path to the end of the schedule follows.
+3.  the same, but first what the longest path to the end of the schedule follows;
+4.  as 2., but a joint computation may overtake communication of its worker that waits for another worker.
 
-In list scheduling a joint computation does not overtake communication of its worker that waits for another worker: it would hold
-up the other end for long.
+Joint computations are long: one that overtakes may hold up the other end, one that does not may keep its own worker idle.  Not to
+overtake is better for GPipe, whose workers wait for each other; to overtake is better for schedules whose workers are hardly idle
+(interleaved 1F1B, zero-bubble).
 """
 
 from __future__ import annotations
@@ -74,8 +76,12 @@ def simulate_one_stream(schedule: Schedule, times: Times, joint_stages: Collecti
     """
     problem = _Problem(schedule, times, joint_stages)
     free = simulate(schedule, times)
-    tails = problem.tails(free)
-    orders = (problem.order_of(free), _list_schedule(problem), _list_schedule(problem, tails))
+    orders = (
+        problem.order_of(free),
+        _list_schedule(problem),
+        _list_schedule(problem, problem.tails(free)),
+        *([_list_schedule(problem, overtakes=True)] if joint_stages else []),
+    )
     return min((_in_order(problem, order) for order in orders), key=lambda timeline: timeline.makespan)
 
 
@@ -226,16 +232,22 @@ def _in_order(problem: _Problem, order: Iterable[_Entry]) -> Timeline:
     return Timeline(schedule, *columns)  # type: ignore[arg-type]
 
 
-def _list_schedule(problem: _Problem, tails: Sequence[float] | None = None) -> list[_Entry]:
-    """The order of list scheduling: first what the longest path follows, if ``tails`` are given, else what has waited longest."""
-    return list(_ListScheduling(problem, tails).run())
+def _list_schedule(problem: _Problem, tails: Sequence[float] | None = None, overtakes: bool = False) -> list[_Entry]:
+    """The order of list scheduling.
+
+    Args:
+        problem: the schedule and its durations.
+        tails: first comes what the longest path follows (:meth:`_Problem.tails`); by default what has waited longest.
+        overtakes: whether a joint computation may overtake what waits for its worker and for another one.
+    """
+    return list(_ListScheduling(problem, tails, overtakes).run())
 
 
 class _ListScheduling:
     """An event-driven simulation that decides at each event what begins on the streams; arguments as of `_list_schedule`."""
 
-    def __init__(self, problem: _Problem, tails: Sequence[float] | None) -> None:
-        self._problem, self._tails = problem, tails
+    def __init__(self, problem: _Problem, tails: Sequence[float] | None, overtakes: bool) -> None:
+        self._problem, self._tails, self._overtakes = problem, tails, overtakes
         num_workers = problem.schedule.num_workers
         self._workers = problem.table.worker.tolist()
         self._next = [problem.tasks_of(worker).start for worker in range(num_workers)]
@@ -317,7 +329,7 @@ class _ListScheduling:
         left = []
         for entry in self._waiting:
             is_free = not any(self._is_streaming[worker] for worker in entry.workers)
-            if is_free and not (entry.is_joint and entry.workers[0] in overtaken):
+            if is_free and (self._overtakes or not (entry.is_joint and entry.workers[0] in overtaken)):
                 for worker in entry.workers:
                     self._is_streaming[worker] = True
                 self._schedule(entry.duration, entry.task, entry)

@@ -61,6 +61,14 @@ def test_the_shorter_one_of_two_orders_is_taken():
     assert 1 < shares[0] < shares[1] < 1.25
 
 
+def test_joint_computations_overtake_where_workers_are_hardly_idle():
+    """Interleaved 1F1B with short transfers: a worker that waited for each message would take half as long again."""
+    schedule = generate("interleaved-1f1b", num_stages=4, num_micro_batches=32, groups=4)
+    times = Times.of(schedule.num_stages, forward=0.25, backward=0.5, transfer=0.02)
+    joint, free = simulate_one_stream(schedule, times, range(schedule.num_stages)), simulate(schedule, times)
+    assert 1.05 < joint.makespan / free.makespan < 1.2
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     st.sampled_from(FAMILIES), st.integers(2, 6), st.integers(1, 9), st.booleans(), st.randoms(use_true_random=False)
