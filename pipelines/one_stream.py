@@ -258,7 +258,7 @@ class _ListScheduling:
         self._launches_left = {entry.task: len(entry.launches) for entry in problem.entries.values()}
         #: Entries that are ready, the one that has waited longest first.
         self._waiting: list[_Entry] = []
-        # Ends under way: (time, number, whether the task itself ends, its number or the entry).
+        # Ends to come: (time, number of the event, task, its entry that ends, or None if the task itself ends).
         self._events: list[tuple[float, int, int, _Entry | None]] = []
         self._num_events = 0
         self._now = 0.0
@@ -321,10 +321,8 @@ class _ListScheduling:
 
     def _begin_entries(self) -> Iterator[_Entry]:
         """Begin what waits for streams that are free, in the order of their urgency."""
-        if self._tails is not None:
-            self._waiting.sort(
-                key=self._remaining, reverse=True
-            )  # stable: of equal ones, the one that has waited longest
+        if self._tails is not None:  # a stable sort: of equal ones, the one that has waited longest
+            self._waiting.sort(key=self._remaining, reverse=True)
         overtaken: set[int] = set()
         left = []
         for entry in self._waiting:

@@ -20,6 +20,7 @@ import autoddl
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines import Times
 from autoddl.pipelines.joint import JointOptions
+from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
 from autoddl.pipelines.joint.job import job_of, no_report
 from autoddl.pipelines.joint.partition import chain_of
@@ -137,14 +138,18 @@ def _ways(path: Path) -> tuple[autoddl.Plan, list[Way]]:
 
 
 def _narrow(way: Way, plan: autoddl.Plan) -> Way | None:
-    """The best plan of a family with workers of one rank: stages on several ranks communicate inside, and cannot sleep."""
-    (family,) = (each for each in RIVAL_FAMILIES if each.title == way.name)
+    """The best plan of a family, or of all, with workers of one rank: stages on several ranks communicate inside, and cannot
+    sleep."""
+    family = next((each for each in RIVAL_FAMILIES if each.title == way.name), None)
+    is_stale = not way.evaluation.configuration.schedule.synchronous
     base = Options(CASE.batch, precision="float32", optimizer="sgd")
-    job = job_of(plan.graph, plan.cluster, JointOptions(base, allow_stale=family.stale), no_report, None)
-    explorer, num_ranks = job.explorer(family.make_stages), plan.cluster.num_devices
-    settings = explorer.settings(
-        None, family.stale, lambda spec: family.allows(spec) and spec.num_workers == num_ranks, False
-    )
+    job = job_of(plan.graph, plan.cluster, JointOptions(base, allow_stale=is_stale), no_report, None)
+    explorer = job.explorer() if family is None else job.explorer(family.make_stages)
+
+    def is_narrow(spec: PipelineSchedule) -> bool:
+        return spec.num_workers == plan.cluster.num_devices and (family is None or family.allows(spec))
+
+    settings = explorer.settings(None, is_stale, is_narrow, uneven=False)
     best = explore(explorer, settings, deadline=Clock(SEARCH_S / 4, job.stop)).best
     return None if best is None else Way(way.name, best)
 
