@@ -42,10 +42,8 @@ from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.graph_meshes import EAGER, EXECUTORS
-from autoddl.costmodel.units import format_bytes, format_percent, format_seconds
-from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
-from autoddl.pipelines.joint.executed import executed_step_s
-from autoddl.pipelines.joint.partition import chain_of
+from autoddl.costmodel.units import format_bytes
+from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.result import PRICED, JointOptions, PlanResult, Rival
 from autoddl.search.planner import Candidate
 
@@ -97,10 +95,6 @@ MEMBERS = (
 )  # fmt: skip
 #: The members that a document may lack.
 OPTIONAL = ("executor",)
-#: Share of a step by which its execution has to be longer for a note.
-_NOTABLE = 0.01
-#: Number of tasks after which no further rival's execution is simulated; that many take some seconds.
-_MOST_TASKS = 50_000
 #: The members that hold the hashes of the others.
 SEAL = ("hashes", "content_hash")
 #: The figures of a rival that follow from the rival's plan.
@@ -308,36 +302,8 @@ def executor_of(fields: Fields) -> str:
 def notes_of(result: PlanResult, trusted: PlanTrust | None) -> list[str]:
     """Return the remarks on a plan for the reader: on its model, its calibration, its execution, and its search."""
     executed = pricing_notes(result.graph, result.workload, result.options.base.executor)
-    return [
-        *result.graph.notes,
-        *(trusted.notes if trusted else ()),
-        *executed,
-        *_one_stream_note(result),
-        *result.notes,
-    ]
-
-
-def _one_stream_note(result: PlanResult) -> list[str]:
-    """Say how much longer a step takes as executed, if that is notable, and which rival then takes less."""
-    plan = result.evaluation
-    seconds = executed_step_s(plan)
-    if seconds <= plan.step_s * (1 + _NOTABLE):
-        return []
-    note = (
-        f"as executed, a step takes {format_seconds(seconds)}, {format_percent(seconds / plan.step_s - 1)} more: the ranks of a "
-        "worker communicate one after the other"
-    )
-    chain, least_s, name, num_tasks = chain_of(result.graph), seconds, "", 0
-    for rival in sorted(result.rivals, key=lambda rival: rival.step_s):
-        if rival.step_s >= least_s or num_tasks > _MOST_TASKS:
-            break
-        if rival.configuration in (None, plan.configuration):
-            continue
-        other = evaluate(chain, result.cluster, rival.configuration)
-        num_tasks += sum(map(len, other.schedule.workers))
-        if (executed_s := executed_step_s(other)) < least_s:
-            least_s, name = executed_s, rival.name
-    return [f"{note}; {name} takes {format_seconds(least_s)}" if name else note]
+    of_execution = [*executed, *([result.execution_note] if result.execution_note else [])]
+    return [*result.graph.notes, *(trusted.notes if trusted else ()), *of_execution, *result.notes]
 
 
 def _candidate_fields(candidate: Candidate) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def _in_order(problem: _Problem, order: Iterable[_Entry]) -> Timeline:
     """
     schedule, total = problem.schedule, problem.table.num_tasks
     starts, ends = np.zeros(total), np.zeros(total)
-    departures, arrivals = np.zeros(total), np.full(total, np.nan)
+    departures, arrivals = np.zeros(total), np.full(total, np.inf)
     next_task = [problem.tasks_of(worker).start for worker in range(schedule.num_workers)]
     worker_free, stream_free = [0.0] * schedule.num_workers, [0.0] * schedule.num_workers
 
@@ -197,7 +197,7 @@ def _in_order(problem: _Problem, order: Iterable[_Entry]) -> Timeline:
             is_joint = entry is not None and entry.is_joint
             if is_joint:
                 start = max(start, stream_free[worker])
-            if start != start:  # not a number: an input is missing
+            if start == np.inf:  # an input has not been sent
                 raise RuntimeError(f"the order of communication contradicts schedule {schedule.name}")
             end = start + problem.durations[number]
             starts[number], ends[number], worker_free[worker] = start, end, end
@@ -205,7 +205,7 @@ def _in_order(problem: _Problem, order: Iterable[_Entry]) -> Timeline:
                 stream_free[worker] = end
             if entry is None or not entry.launches:
                 departures[number] = end
-                arrivals[number] = np.nan if number in problem.outputs else end
+                arrivals[number] = np.inf if number in problem.outputs else end
         next_task[worker] = max(next_task[worker], stop)
 
     for entry in order:

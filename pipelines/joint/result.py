@@ -32,6 +32,7 @@ from autoddl.search.sweep import NOT_BETTER, NOT_FITTING
 
 from .configuration import Configuration
 from .evaluation import Evaluation, evaluate, evaluate_unpipelined
+from .executed import execution_note
 from .partition import Chain, chain_of
 from .uniform import UniformLayout, uniform_configuration
 
@@ -212,6 +213,11 @@ class PlanResult:
     @property
     def workload(self) -> Workload:
         return self.configuration.workload
+
+    @cached_property
+    def execution_note(self) -> str:
+        """What :func:`.executed.execution_note` says; its simulations take some seconds for long schedules."""
+        return execution_note(self)
 
     @cached_property
     def strategies(self) -> dict[str, Strategy]:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines import Kind, Times, generate, simulate, simulate_one_stream
+from autoddl.pipelines import Kind, Times, generate, one_stream, simulate, simulate_one_stream
 
+from .random_times import random_times
 from .test_simulator import duration, halves_of
 
 FAMILIES = (
@@ -81,20 +82,8 @@ def test_timelines_follow_the_rules(family, num_stages, num_micro_batches, has_j
     except UserError:
         return
 
-    def some(count):
-        return [generator.uniform(0.05, 3) for _ in range(count)]
-
     stages = schedule.num_stages
-    times = Times.of(
-        stages,
-        forward=some(stages),
-        backward=some(stages),
-        all_reduce=some(stages),
-        update=some(stages),
-        transfer=some(stages - 1),
-        transfer_backward=some(stages - 1),
-        transfer_latency=generator.uniform(0, 0.2),
-    )
+    times = random_times(stages, generator)
     joint = {stage for stage in range(stages) if has_joint and generator.random() < 0.5}
     timeline = simulate_one_stream(schedule, times, joint)
     streams = [[] for _ in schedule.workers]
@@ -146,3 +135,10 @@ def test_timelines_follow_the_rules(family, num_stages, num_micro_batches, has_j
         spans.sort()
         assert all(second[0] >= first[1] - LITTLE for first, second in zip(spans, spans[1:]))
     assert timeline.makespan >= simulate(schedule, times).makespan - LITTLE
+
+
+def test_an_order_that_lacks_a_message_is_refused():
+    schedule, times = generate("gpipe", num_stages=2, num_micro_batches=1), Times.of(2, transfer=1)
+    problem = one_stream._Problem(schedule, times, ())
+    with pytest.raises(RuntimeError, match="the order of communication contradicts schedule gpipe"):
+        one_stream._in_order(problem, [])

@@ -22,6 +22,8 @@ from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.order import communication, messages
 from autoddl.pipelines.runtime.pipeline.slots import RankMap
 
+from ...pipelines.random_times import random_times
+
 FAMILIES = [
     ("gpipe", {}),
     ("1f1b", {}),
@@ -230,13 +232,7 @@ def test_whatever_the_times_programs_get_through(family, num_stages, num_micro_b
     except UserError:
         return
 
-    def some(count):
-        return [generator.uniform(0.05, 3) for _ in range(count)]
-
-    stages = schedule.num_stages
-    times = Times.of(
-        stages, forward=some(stages), backward=some(stages), transfer=some(stages - 1), all_reduce=some(stages)
-    )
+    times = random_times(schedule.num_stages, generator)
     lower(schedule, 4, times=times, compress=compress)
 
 
