@@ -2,11 +2,17 @@
 
 Every rank of a job calls :func:`measure_job` and makes the same calls in the same order.  One repetition is
 
-    wait for this rank's device; wait for all ranks; t0; the operation; wait for this rank's device; t1
+    wait for this rank's device; wait for all ranks; sleep; t0; the operation; wait for this rank's device; t1
 
-and its time is that of the slowest rank (how ranks wait: :mod:`autoddl.pipelines.runtime.timing`).  Small collectives run several
-times in a repetition, one after the other, and the mean counts, since waiting for all ranks would dominate the time of one.  So
-does local work on GPUs, where a step launches kernels without waiting for each.
+and its time is that of the slowest group of ranks, from the last t0 to the last t1 (how ranks wait:
+:mod:`autoddl.pipelines.runtime.timing`).  Small collectives run several times in a repetition, one after the other, and the mean
+counts, since waiting for all ranks would dominate the time of one.  So does local work on GPUs, where a step launches kernels
+without waiting for each.
+
+CPU ranks begin collectives apart, each after a random sleep, since they do so in a step, where each comes from its own computation.
+It matters: the ranks of OneFlow request data over the connection that carries the data.  If two ranks exchange and one is late, the
+other one sends before it has the chance to request, and the two directions follow each other; ranks that begin together use both at
+once, and would be taken for up to twice as fast.
 
 Before the first round the largest product runs until its times settle, which brings the clocks of devices up; each operation also
 runs until its times settle before it is timed for the first time, and once before each later block.  Settings are visited in
@@ -34,10 +40,12 @@ from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.devices import GPU
+from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.ranks.rank import report
-from autoddl.pipelines.runtime.timing import seconds_of, warm_up
+from autoddl.pipelines.runtime.timing import span_of, warm_up
 
 from .hosts import Hosts, cores_of_ranks, exchange, host_busy_s, hosts_of_job, processor
 from .measurements import Sample
@@ -54,6 +62,8 @@ _STRETCH_S = 0.25
 _MEASURED = 3
 #: An operation that takes longer needs one call to warm up [s].
 _LONG_S = 0.02
+#: The longest sleep before a collective [s]: far beyond the latency of a network, and about how far ranks of a step are apart.
+_APART_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,10 @@ def _stretch(
     clock.begin()
     for i in order:
         setting = options.settings[i]
-        seconds = clock.time(operations.of(setting), options.block)
+        is_collective = setting.ranks > 1 and setting.collective != TRANSFER
+        groups = RankAxis(setting.ranks, setting.stride, len(clock.hosts.numbers)).groups()
+        apart_s = _APART_S if is_collective and options.device != GPU else 0.0
+        seconds = clock.time(operations.of(setting), options.block, groups, apart_s)
         measured.append((i, seconds / setting.calls(options.device == GPU)))
         if clock.elapsed > _STRETCH_S or clock.is_over:
             break
@@ -241,6 +254,7 @@ class SharedClock:
         self.versions = f"oneflow {flow.__version__}; {os.uname().sysname} {os.uname().release}; {processor()}"
         self._budget_s = budget_s
         self._zero = time.monotonic()
+        self._delays = random.Random(flow.env.get_rank())
         self._start = np.zeros((len(hosts.numbers), 3))
         self._last = self._start
         self.elapsed = 0.0
@@ -251,31 +265,45 @@ class SharedClock:
         self._start = self._last = exchange(self._readings())
         self.elapsed = 0.0
 
-    def time(self, run: Callable[[], Any], repetitions: int) -> np.ndarray:
-        """Seconds of the slowest rank for each repetition, after one more that does not count; every rank calls."""
-        return self.slowest(self._seconds(run, repetitions + 1)[1:])
+    def time(
+        self,
+        run: Callable[[], Any],
+        repetitions: int,
+        groups: Sequence[Sequence[int]] | None = None,
+        apart_s: float = 0.0,
+    ) -> np.ndarray:
+        """Seconds of each repetition, after one more that does not count; every rank calls.
+
+        Args:
+            run: what to time.
+            repetitions: their number.
+            groups: the ranks that communicate with each other; by default each rank is alone.
+            apart_s: each rank begins up to so much later than all have met.
+        """
+        return self._slowest(self._spans(run, repetitions + 1, apart_s)[:, 1:], groups)
 
     def warm_up(self, run: Callable[[], Any]) -> int:
         """Repeat until the times of the slowest rank settle; returns the number of windows.  Every rank calls.
 
         What takes long (a large message on a slow wire) is warm after one call.
         """
-        if self.slowest(self._seconds(run, 1))[0] >= _LONG_S:
+        if self._slowest(self._spans(run, 1))[0] >= _LONG_S:
             return 1
-        return warm_up(lambda num: self.slowest(self._seconds(run, num)))
+        return warm_up(lambda num: self._slowest(self._spans(run, num)))
 
-    def _seconds(self, run: Callable[[], Any], repetitions: int) -> np.ndarray:
-        """Seconds of each repetition on this rank."""
+    def _spans(self, run: Callable[[], Any], repetitions: int, apart_s: float = 0.0) -> np.ndarray:
+        """When each repetition begins and ends on this rank, after all ranks met [s]; shape (2, repetitions)."""
         join = load_oneflow()._oneflow_internal.eager.ClusterSync
-        return np.array([seconds_of(run, self._device, join) for _ in range(repetitions)])
+        delays = [apart_s * self._delays.random() for _ in range(repetitions)]
+        return np.array([span_of(run, self._device, join, delay) for delay in delays]).T
 
-    def slowest(self, times: np.ndarray) -> np.ndarray:
-        """The element-wise maximum of ``times`` over all ranks; also updates ``elapsed`` and ``is_over``.  Every rank calls."""
-        gathered = exchange(np.concatenate((times, self._readings())))
-        self._last = gathered[:, len(times) :]
+    def _slowest(self, spans: np.ndarray, groups: Sequence[Sequence[int]] | None = None) -> np.ndarray:
+        """The seconds of each repetition in its slowest group; also updates ``elapsed`` and ``is_over``.  Every rank calls."""
+        gathered = exchange(np.concatenate((spans.ravel(), self._readings())))
+        self._last = gathered[:, spans.size :]
         self.elapsed = float(self._last[0, 0] - self._start[0, 0])
         self.is_over = self._budget_s is not None and bool(self._last[0, 0] > self._budget_s)
-        return gathered[:, : len(times)].max(axis=0)
+        return seconds_of_groups(gathered[:, : spans.size].reshape(-1, *spans.shape), groups)
 
     @property
     def foreign(self) -> float:
@@ -285,6 +313,22 @@ class SharedClock:
     def _readings(self) -> np.ndarray:
         """(Seconds since the start, CPU seconds of this process, those of all processes of the host), without the system's own."""
         return np.array([time.monotonic() - self._zero, os.times().user, host_busy_s()])
+
+
+def seconds_of_groups(spans: np.ndarray, groups: Sequence[Sequence[int]] | None = None) -> np.ndarray:
+    """Return how long the slowest group takes, from the start of its last rank [s]; shape (repetitions,).
+
+    Args:
+        spans: when each rank begins and ends [s]; shape (ranks, 2, repetitions).
+        groups: the ranks of each group; by default each rank is alone.
+
+    >>> together, apart = [[0.0], [1.0]], [[0.5], [1.25]]
+    >>> [float(seconds_of_groups(np.array([together, apart]), groups)[0]) for groups in (None, [(0, 1)])]
+    [1.0, 0.75]
+    """
+    alone = [(rank,) for rank in range(len(spans))]
+    ends, begins = ([spans[list(group), k].max(axis=0) for group in groups or alone] for k in (1, 0))
+    return np.asarray(np.max(np.array(ends) - np.array(begins), axis=0))
 
 
 def foreign_share(readings: np.ndarray, machines: Sequence[int], num_cores: int) -> float:

@@ -27,7 +27,7 @@ from autoddl.costmodel.devices import GPU
 
 from .load import load_oneflow
 
-__all__ = ["MAX_WINDOWS", "TOLERANCE", "WINDOW", "is_settled", "seconds_of", "synchronize", "warm_up"]
+__all__ = ["MAX_WINDOWS", "TOLERANCE", "WINDOW", "is_settled", "seconds_of", "span_of", "synchronize", "warm_up"]
 
 #: Number of calls of a window of the warm-up.
 WINDOW = 3
@@ -46,21 +46,33 @@ def synchronize(device: str) -> None:
         flow._oneflow_internal.eager.Sync()
 
 
-def seconds_of(run: Callable[[], Any], device: str, join: Callable[[], Any] | None = None) -> float:
-    """Return how long ``run`` takes on the device.
+def span_of(
+    run: Callable[[], Any], device: str, join: Callable[[], Any] | None = None, delay_s: float = 0.0
+) -> tuple[float, float]:
+    """Return when ``run`` begins and ends on the device [s].
 
     Args:
         run: What to time.
         device: The type of device that it runs on.
         join: Called before the clock starts, when this process's device is idle; for example a barrier of all ranks.
+        delay_s: How long to sleep in between.
     """
     synchronize(device)
     if join is not None:
         join()
-    start = time.perf_counter()
+    zero = time.perf_counter()
+    if delay_s:
+        time.sleep(delay_s)
+    begin = time.perf_counter()
     run()
     synchronize(device)
-    return time.perf_counter() - start
+    return begin - zero, time.perf_counter() - zero
+
+
+def seconds_of(run: Callable[[], Any], device: str, join: Callable[[], Any] | None = None) -> float:
+    """Return how long ``run`` takes on the device [s]; see `span_of`."""
+    begin, end = span_of(run, device, join)
+    return end - begin
 
 
 def is_settled(earlier: np.ndarray, later: np.ndarray, tolerance: float = TOLERANCE) -> bool:

@@ -11,6 +11,11 @@ answered by a line; the end of standard input ends the process, and with it the 
 
     {"host": ..., "wire": [bandwidth, latency]}     {"host": ..., "is_cut": true}     {"counts": true}
 
+Packets that a host sends wait for its wire in its own kernel, behind a token bucket that holds little more than one packet: TCP
+keeps short what waits there, as before a real network card, and the rest waits in the sockets.  If they waited here,
+acknowledgements would be behind megabytes of data, and hosts that send to each other, or in a circle, would be as if on wires of
+60 to 80 % of the bandwidth.
+
 It runs before all other processes (a real-time priority), so that ranks that spin do not delay packets.
 """
 
@@ -42,6 +47,10 @@ _CLONE_NEWNET = 0x40000000
 _PR_SET_TIMERSLACK = 29
 #: Packets are as large as a device allows, since a packet costs this process about the same at any size.
 _MTU = 65500
+#: Bytes that may wait for a wire in the kernel: more than TCP ever lets.
+_QUEUE = 1 << 26
+#: What a token bucket holds beside one packet, in seconds of its wire: the kernel's timers may be late, and round its size.
+_BUCKET_S = 1e-3
 #: Packets that are read from one device before the others have their turn.
 _BURST = 16
 
@@ -50,6 +59,7 @@ _BURST = 16
 class _Port:
     """A device whose packets the relay reads: a host's wire or its loopback."""
 
+    pid: int
     fd: int
     state: LinkState
     is_loopback: bool
@@ -69,12 +79,13 @@ class Relay:
         for host in hosts:
             _enter(host["pid"])
             _widen_tcp_windows()
-            wire = _Port(_tun("eth0"), LinkState(_link(host["wire"])), is_loopback=False)
+            wire = _Port(host["pid"], _tun("eth0"), LinkState(_link(host["wire"])), is_loopback=False)
             _run(f"ip address add {host['address']}/24 dev eth0", f"ip link set eth0 mtu {_MTU} up")
+            _queue_for(wire.state.link)
             self._wires[host["name"]] = wire
             self._by_address[bytes(map(int, host["address"].split(".")))] = wire
             if host["loopback"] is not None:
-                port = _Port(_tun("inside"), LinkState(_link(host["loopback"])), is_loopback=True)
+                port = _Port(host["pid"], _tun("inside"), LinkState(_link(host["loopback"])), is_loopback=True)
                 self._loopbacks[host["name"]] = port
                 _redirect_loopback()
         _enter(os.getppid())
@@ -145,11 +156,14 @@ class Relay:
                 }
                 for name, port in self._wires.items()
             }
-        state = self._wires[command["host"]].state
+        wire = self._wires[command["host"]]
         if "wire" in command:
-            state.link = _link(command["wire"])
+            wire.state.link = _link(command["wire"])
+            _enter(wire.pid)
+            _queue_for(wire.state.link)
+            _enter(os.getppid())
         if "is_cut" in command:
-            state.is_cut = command["is_cut"]
+            wire.state.is_cut = command["is_cut"]
         return True
 
 
@@ -180,6 +194,15 @@ def _widen_tcp_windows() -> None:
     }
     for name, value in settings.items():
         Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
+
+
+def _queue_for(link: Link) -> None:
+    """Let packets of the present network namespace wait for its wire in the kernel (see the module's docstring)."""
+    if link.bandwidth < inf:
+        bucket = _MTU + round(_BUCKET_S * link.bandwidth)
+        _run(f"tc qdisc replace dev eth0 root tbf rate {8 * link.bandwidth:.0f}bit burst {bucket} limit {_QUEUE}")
+    else:
+        _run("tc qdisc replace dev eth0 root pfifo_fast")
 
 
 def _tun(name: str) -> int:

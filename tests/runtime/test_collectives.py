@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoddl.pipelines.runtime.comm.mesh import RankAxis
+from autoddl.pipelines.runtime.comm.mesh import RankAxis, partners_of
 from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES
 
 from .rank_meshes import RankMesh
@@ -19,8 +19,16 @@ from .sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("collective_jobs.py")
 MESHES = [(2,), (4,), (2, 2), (8,), (2, 4), (2, 2, 2)]
-#: Each once: meshes have some in common.
-AXES = {axis: f"{mesh}[{i}]" for mesh in MESHES for i, axis in enumerate(RankMesh(mesh).axes)}
+
+
+def axes_of(meshes):
+    """Each once, with its name: meshes have some in common."""
+    return {axis: f"{mesh}[{i}]" for mesh in meshes for i, axis in enumerate(RankMesh(mesh).axes)}
+
+
+AXES = axes_of(MESHES)
+#: Groups of 3 and of 6 ranks, of which no binary mesh has any.
+ODD_AXES = axes_of([(3,), (2, 3), (6,)])
 
 
 # ---- What each operation means: all ranks' inputs of one group in, all ranks' outputs out --------------------------------
@@ -84,7 +92,7 @@ def calls_along(axis, generator):
             yield operation, axis, dims, inputs, gradients
 
 
-@pytest.mark.parametrize("axis", AXES, ids=AXES.values())
+@pytest.mark.parametrize("axis", [*AXES, *ODD_AXES], ids=[*AXES.values(), *ODD_AXES.values()])
 def test_values_and_gradients(ranks, axis):
     calls = list(calls_along(axis, np.random.default_rng(0)))
     results = ranks(axis.num_ranks).run(f"{JOBS}:apply_and_differentiate", calls, timeout_s=60)
@@ -139,6 +147,19 @@ def test_small_types_can_be_moved(ranks, dtype):
     for number, (operation, _, dims, _) in enumerate(calls):
         for rank, expected in enumerate(MEANING[operation](inputs, *dims)):
             np.testing.assert_array_equal(results[rank][number], expected)
+
+
+@pytest.mark.parametrize("num_places", range(1, 10))
+def test_in_a_tournament_all_pairs_meet_once(num_places):
+    """In n - 1 rounds, or n if n is odd; in each, whom a place meets meets it."""
+    rounds = list(zip(*(partners_of(place, num_places) for place in range(num_places))))
+    assert len(rounds) == num_places - 1 + num_places % 2
+    for partners in rounds:
+        assert all(partners[other] == place for place, other in enumerate(partners) if other is not None)
+        assert partners.count(None) == num_places % 2
+    for place in range(num_places):
+        met = sorted(partners[place] for partners in rounds if partners[place] is not None)
+        assert met == [other for other in range(num_places) if other != place]
 
 
 # ---- Bytes --------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError
 
-__all__ = ["RankAxis"]
+__all__ = ["RankAxis", "partners_of"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,22 @@ class RankAxis:
         """Return all groups along this axis, ordered by their first rank. Each rank of the mesh is in exactly one group."""
         ranks = range(self.first_rank, self.first_rank + self.num_ranks)
         return [self.group(rank) for rank in ranks if self.index(rank) == 0]
+
+
+def partners_of(place: int, num_places: int) -> list[int | None]:
+    """Return whom a place meets in each round of a tournament in which every two places meet once; None: nobody.
+
+    With an odd number n of places, i and j meet in round (i + j) mod n, and i with 2 i = round mod n has nobody. With one place
+    more, that place meets whoever would have nobody.
+
+    >>> [partners_of(place, 4) for place in range(4)]
+    [[3, 1, 2], [2, 0, 3], [1, 3, 0], [0, 2, 1]]
+    >>> partners_of(0, 3)
+    [None, 1, 2]
+    """
+    odd = num_places - 1 + num_places % 2
+    last = odd if odd < num_places else None
+    if place == last:
+        return [round_ * (odd + 1) // 2 % odd for round_ in range(odd)]
+    met = [(round_ - place) % odd for round_ in range(odd)]
+    return [last if other == place else other for other in met]
