@@ -27,9 +27,9 @@ dimension to dimension 0. The local data is written to the storage of an empty g
 tensor exchanges shapes and has to be called by every rank of the job. Therefore *only the ranks of the group call*. All groups
 along an axis run at once, without waiting for each other. Two ranks have to make the calls that they share in the same order.
 
-The all-to-all of CPU ranks is a tournament: in each of p - 1 rounds (p, if p is odd) the ranks of a group form pairs, and the two of
-a pair gather what they have for each other (`swap`). OneFlow's own sends and receives one piece after the other, so that at most one
-direction of a link is in use; over four hosts it takes about twice as long. NCCL, on GPUs, does all at once.
+The all-to-all of CPU ranks is a tournament: in each of p - 1 rounds (p, if p is odd) the ranks of a group form pairs, and the two
+of a pair gather what they have for each other (`swap`). OneFlow's own sends and receives one piece after the other, so that at
+most one direction of a link is in use; over four hosts it takes about twice as long. NCCL, on GPUs, does all at once.
 
 Unexpected details of OneFlow (0.9.0, CPU):
 
