@@ -69,7 +69,7 @@ def steady_location(values: np.ndarray) -> np.ndarray:
     """What a repetition takes on average, without gross outliers: the mean of all up to 2.2 times `location`; shapes as there.
 
     For what varies by itself, not because it is disturbed: two ranks that exchange use both directions of their connection at once
-    in one repetition, and one after the other, which takes up to twice as long, in the next.  A step, which runs many, sees the mean.
+    in one repetition, and one after the other, which takes up to twice as long, in the next.  A step runs many and sees the mean.
 
     >>> steady_location(np.array([1.0, 2.0, 1.0, 2.0, 1.0, 40.0]))
     array([1.4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -79,9 +80,28 @@ def test_a_wire_is_cut_and_restored(cluster):
 
 
 def test_a_link_is_replaced(cluster):
-    cluster.wires.limit("host1", parse_link("80Mbit,100ms"))
+    cluster.wires.limit("host1", parse_link("40Mbit,100ms"))
     try:
         assert seconds(cluster, "host2", 1) >= 2 * (100e-3 + 20e-3) / 2
+        assert "rate 40Mbit" in queue_of(cluster, "host1")
+    finally:
+        cluster.wires.limit("host1", cluster.size.wire)
+
+
+def queue_of(cluster: EmulatedCluster, host: str) -> str:
+    """How the kernel describes what packets to other hosts wait in."""
+    return cluster.run(host, "tc", "qdisc", "show", "dev", "eth0")
+
+
+def test_packets_wait_in_the_kernel_of_their_host(cluster):
+    """In a token bucket of the wire's bandwidth that holds a packet of the largest size, and little more: a millisecond."""
+    queue = queue_of(cluster, "host1")
+    assert "tbf" in queue and "rate 80Mbit" in queue
+    burst = int(re.search(r"burst (\d+)b", queue)[1])
+    assert 65500 <= burst <= 65500 + 10e6 * 1e-3
+    cluster.wires.limit("host1", parse_link("1ms"))
+    try:
+        assert "tbf" not in queue_of(cluster, "host1")
     finally:
         cluster.wires.limit("host1", cluster.size.wire)
 
