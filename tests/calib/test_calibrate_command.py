@@ -19,7 +19,7 @@ from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.devices import shapes_on
 from autoddl.calib.hosts import Hosts
-from autoddl.calib.measure import _precedence, foreign_share
+from autoddl.calib.measure import _precedence, foreign_share, seconds_of_groups
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.calib.settings import TimedSetting, settings_of
 from autoddl.costmodel.cluster import load_cluster
@@ -58,6 +58,15 @@ def test_ranks_of_containers_on_one_kernel_are_own():
     # Hosts with kernels of their own, on which another process used more than on the others.
     readings = np.array([[2.0, 0.9, 1.0], [2.0, 0.9, 1.9]])
     assert foreign_share(readings, Hosts((0, 1), "a").machines, num_cores=2) == pytest.approx(1.0 / (2.0 * 2))
+
+
+def test_a_repetition_takes_from_the_last_start_of_a_group_to_its_last_end():
+    """Groups (0, 2) and (1, 3): 9 - 4 = 5 and 8 - 2 = 6, then 3 - 1 = 2 and 7 - 6 = 1.  Each rank alone: 9, 5, 5, 7, then 3, 1, 2, 7."""
+    begins = np.array([[0.0, 0.0], [2.0, 6.0], [4.0, 1.0], [1.0, 0.0]])
+    ends = np.array([[9.0, 3.0], [7.0, 7.0], [9.0, 3.0], [8.0, 7.0]])
+    spans = np.stack((begins, ends), axis=1)
+    assert seconds_of_groups(spans, [(0, 2), (1, 3)]).tolist() == [6.0, 2.0]
+    assert seconds_of_groups(spans).tolist() == [9.0, 7.0]
 
 
 def test_settings_cover_every_axis():

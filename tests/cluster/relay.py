@@ -14,7 +14,7 @@ answered by a line; the end of standard input ends the process, and with it the 
 Packets that a host sends wait for its wire in its own kernel, behind a token bucket that holds little more than one packet: TCP
 keeps short what waits there, as before a real network card, and the rest waits in the sockets.  If they waited here,
 acknowledgements would be behind megabytes of data, and hosts that send to each other, or in a circle, would be as if on wires of
-60 to 80 % of the bandwidth.
+70 to 80 % of the bandwidth.
 
 It runs before all other processes (a real-time priority), so that ranks that spin do not delay packets.
 """

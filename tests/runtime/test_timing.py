@@ -10,7 +10,7 @@ import pytest
 
 from autoddl.costmodel.devices import CPU
 from autoddl.pipelines.runtime.peakmemory import PeakMemory, of_process
-from autoddl.pipelines.runtime.timing import MAX_WINDOWS, WINDOW, is_settled, warm_up
+from autoddl.pipelines.runtime.timing import MAX_WINDOWS, WINDOW, is_settled, span_of, warm_up
 
 
 def test_windows_end_when_the_times_settle():
@@ -30,6 +30,13 @@ def test_times_that_never_settle_end():
     calls = count(1)
     assert warm_up(lambda num: np.full(num, 2.0 ** next(calls))) == MAX_WINDOWS
     assert next(calls) == MAX_WINDOWS + 1
+
+
+def test_what_is_timed_begins_after_its_delay():
+    events = []
+    begin, end = span_of(lambda: events.append("run"), CPU, lambda: events.append("join"), delay_s=0.02)
+    assert events == ["join", "run"]
+    assert 0.02 <= begin <= end
 
 
 def test_peak_memory_of_a_process():
