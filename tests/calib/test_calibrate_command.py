@@ -61,7 +61,10 @@ def test_ranks_of_containers_on_one_kernel_are_own():
 
 
 def test_a_repetition_takes_from_the_last_start_of_a_group_to_its_last_end():
-    """Groups (0, 2) and (1, 3): 9 - 4 = 5 and 8 - 2 = 6, then 3 - 1 = 2 and 7 - 6 = 1.  Each rank alone: 9, 5, 5, 7, then 3, 1, 2, 7."""
+    """Groups (0, 2) and (1, 3): 9 - 4 = 5 and 8 - 2 = 6, then 3 - 1 = 2 and 7 - 6 = 1.
+
+    Each rank alone: 9, 5, 5 and 7, then 3, 1, 2 and 7.
+    """
     begins = np.array([[0.0, 0.0], [2.0, 6.0], [4.0, 1.0], [1.0, 0.0]])
     ends = np.array([[9.0, 3.0], [7.0, 7.0], [9.0, 3.0], [8.0, 7.0]])
     spans = np.stack((begins, ends), axis=1)
