@@ -24,7 +24,7 @@ from autoddl.costmodel.errors import UserError
 
 from .forms import FORMS, Form, Key, MeasuredPoint, scopes
 from .measurements import COLLECTIVES, Sample
-from .robust import nonnegative_fit, steady_location
+from .robust import location, nonnegative_fit
 
 __all__ = [
     "FormTrial",
@@ -138,7 +138,7 @@ def points_of(samples: Sequence[Sample], level: str) -> list[MeasuredPoint]:
                 first.cores,
                 first.stride,
                 times,
-                float(steady_location(times)[0]),
+                float(location(times)[0]),
             )
         )
     return found
@@ -300,4 +300,4 @@ def _resampled(repetitions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Robust centres of resampled repetitions, shape (draws,)."""
     if len(repetitions) == 1:
         return np.repeat(repetitions, DRAWS)
-    return steady_location(rng.choice(repetitions, size=(DRAWS, len(repetitions))))
+    return location(rng.choice(repetitions, size=(DRAWS, len(repetitions))))

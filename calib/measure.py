@@ -5,14 +5,13 @@ Every rank of a job calls :func:`measure_job` and makes the same calls in the sa
     wait for this rank's device; wait for all ranks; sleep; t0; the operation; wait for this rank's device; t1
 
 and its time is that of the slowest group of ranks, from the last t0 to the last t1 (how ranks wait:
-:mod:`autoddl.pipelines.runtime.timing`).  Small collectives run several times in a repetition, one after the other, and the mean
-counts, since waiting for all ranks would dominate the time of one.  So does local work on GPUs, where a step launches kernels
-without waiting for each.
+:mod:`autoddl.pipelines.runtime.timing`).  Collectives run several times in a repetition, one after the other, and the mean counts:
+waiting for all ranks would dominate the time of a small one, and that of a large one varies (see below).  So does local work on
+GPUs, where a step launches kernels without waiting for each.
 
 CPU ranks begin collectives apart, each after a random sleep, since they do so in a step, where each comes from its own computation.
-It matters: the ranks of OneFlow request data over the connection that carries the data.  If two ranks exchange and one is late, the
-other one sends before it has the chance to request, and the two directions follow each other; ranks that begin together use both at
-once, and would be taken for up to twice as fast.
+It matters: the ranks of OneFlow request data over the connection that carries the data.  If two ranks exchange, and one has to send
+before it could request, the two directions follow each other, and take up to twice as long as at once.
 
 Before the first round the largest product runs until its times settle, which brings the clocks of devices up; each operation also
 runs until its times settle before it is timed for the first time, and once before each later block.  Settings are visited in

@@ -21,7 +21,7 @@ import math
 import numpy as np
 from scipy.optimize import nnls
 
-__all__ = ["location", "nonnegative_fit", "steady_location"]
+__all__ = ["location", "nonnegative_fit"]
 
 _BIWEIGHT = 4.685
 _HUBER = 1.345
@@ -30,8 +30,6 @@ _MAD = 1.4826
 #: Fraction of repetitions that `location` starts from, and half the width of this core of a normal distribution in deviations.
 _CORE = 0.4
 _CORE_WIDTH = 0.524
-#: How much longer than `location` a repetition may take by itself: twice, and some noise.
-_VARIES = 2.2
 
 
 def location(values: np.ndarray) -> np.ndarray:
@@ -63,20 +61,6 @@ def location(values: np.ndarray) -> np.ndarray:
         if is_settled:
             break
     return centre
-
-
-def steady_location(values: np.ndarray) -> np.ndarray:
-    """What a repetition takes on average, without gross outliers: the mean of all up to 2.2 times `location`; shapes as there.
-
-    For what varies by itself, not because it is disturbed: two ranks that exchange use both directions of their connection at once
-    in one repetition, and one after the other, which takes up to twice as long, in the next.  A step runs many and sees the mean.
-
-    >>> steady_location(np.array([1.0, 2.0, 1.0, 2.0, 1.0, 40.0]))
-    array([1.4])
-    """
-    rows = np.atleast_2d(np.asarray(values, dtype=float))
-    is_kept = rows <= _VARIES * location(rows)[:, None]
-    return np.asarray((rows * is_kept).sum(axis=1) / is_kept.sum(axis=1))
 
 
 def nonnegative_fit(

@@ -12,9 +12,9 @@ __all__ = ["ITEM_BYTES", "TimedSetting", "rows_and_features", "settings_of", "wo
 
 #: Bytes of an element of the tensors that ranks exchange, which are of float32.
 ITEM_BYTES = 4
-#: A repetition repeats a collective until this many bytes are exchanged, but at most this many times.
+#: A repetition repeats a collective until this many bytes are exchanged, but at least and at most so many times.
 _BYTES_OF_REPETITION = 2**20
-_MAX_CALLS = 8
+_MIN_CALLS, _MAX_CALLS = 2, 8
 #: A repetition on a GPU repeats local work this many times, and so launches kernels as a step does, without waiting for each.
 _CALLS_ON_GPU = 8
 #: Features of the tensors that are gathered and scattered.
@@ -46,7 +46,7 @@ class TimedSetting:
             return 1
         if self.ranks == 1:
             return _CALLS_ON_GPU if on_gpus else 1
-        return max(1, min(_MAX_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
+        return max(_MIN_CALLS, min(_MAX_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
 
 
 def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]) -> list[TimedSetting]:

@@ -10,7 +10,7 @@ from autoddl.calib.device import fit_device
 from autoddl.calib.fit import fit_level, held_out, points_of, undisturbed
 from autoddl.calib.forms import FORMS, Key
 from autoddl.calib.measurements import Sample
-from autoddl.calib.robust import location, nonnegative_fit, steady_location
+from autoddl.calib.robust import location, nonnegative_fit
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.errors import UserError
 
@@ -51,15 +51,6 @@ def test_location_is_efficient_where_nothing_is_disturbed():
         errors = location(1 + 0.1 * rng.standard_normal((1000, count))) - 1
         assert abs(errors.mean()) < 0.003
         assert errors.std() < 1.5 * 0.1 / np.sqrt(count)
-
-
-def test_steady_location_is_the_mean_of_what_varies_by_itself():
-    """Half of the repetitions take 1, half take 2; a tenth takes 6 to 60, and does not count."""
-    rng = np.random.default_rng(0)
-    values = rng.choice([1.0, 2.0], (200, 500)) * (1 + 0.02 * rng.standard_normal((200, 500)))
-    values[:, :50] = rng.uniform(6, 60, (200, 50))
-    assert abs(steady_location(values).mean() - 1.5) < 0.01
-    assert np.all(np.abs(steady_location(values) - 1.5) < 0.1)
 
 
 def test_fit_without_noise_is_exact():
