@@ -61,7 +61,8 @@ def test_bytes_are_counted_by_link(cluster):
     after = cluster.wires.traffic()
     sent = after["host1"].wire_bytes - before["host1"].wire_bytes
     assert 3 << 20 <= sent < 1.05 * (3 << 20)
-    assert after["host1"].loopback_bytes == before["host1"].loopback_bytes
+    # A connection of an earlier test may still acknowledge and close.
+    assert after["host1"].loopback_bytes - before["host1"].loopback_bytes < 1 << 10
     seconds(cluster, "host1", 1 << 20)
     last = cluster.wires.traffic()
     assert 3 << 20 <= last["host1"].loopback_bytes - after["host1"].loopback_bytes < 1.05 * (3 << 20)
