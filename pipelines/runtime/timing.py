@@ -27,7 +27,7 @@ from autoddl.costmodel.devices import GPU
 
 from .load import load_oneflow
 
-__all__ = ["MAX_WINDOWS", "TOLERANCE", "WINDOW", "is_settled", "seconds_of", "span_of", "synchronize", "warm_up"]
+__all__ = ["MAX_WINDOWS", "TOLERANCE", "WINDOW", "is_settled", "span_of", "synchronize", "warm_up"]
 
 #: Number of calls of a window of the warm-up.
 WINDOW = 3
@@ -67,12 +67,6 @@ def span_of(
     run()
     synchronize(device)
     return begin - zero, time.perf_counter() - zero
-
-
-def seconds_of(run: Callable[[], Any], device: str, join: Callable[[], Any] | None = None) -> float:
-    """Return how long ``run`` takes on the device [s]; see `span_of`."""
-    begin, end = span_of(run, device, join)
-    return end - begin
 
 
 def is_settled(earlier: np.ndarray, later: np.ndarray, tolerance: float = TOLERANCE) -> bool:

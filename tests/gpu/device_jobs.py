@@ -16,7 +16,7 @@ from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.peakmemory import PeakMemory
 from autoddl.pipelines.runtime.stepping import Ranks
-from autoddl.pipelines.runtime.timing import seconds_of
+from autoddl.pipelines.runtime.timing import span_of
 from autoddl.verification import rank_job, running
 from autoddl.verification.task import RankResult, VerificationTask
 
@@ -93,8 +93,8 @@ def seconds(num_bytes: int, dtype: str, device: str, num_repeats: int) -> dict[s
     found = {}
     for name, call in calls.items():
         call()
-        times = [seconds_of(call, device, flow.comm.barrier) for _ in range(num_repeats)]
-        found[name] = float(np.median(times))
+        spans = [span_of(call, device, flow.comm.barrier) for _ in range(num_repeats)]
+        found[name] = float(np.median(np.diff(spans)))
     return found
 
 

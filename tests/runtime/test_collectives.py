@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoddl.pipelines.runtime.comm.mesh import RankAxis, partners_of
+from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES
 
 from .rank_meshes import RankMesh
@@ -147,19 +147,6 @@ def test_small_types_can_be_moved(ranks, dtype):
     for number, (operation, _, dims, _) in enumerate(calls):
         for rank, expected in enumerate(MEANING[operation](inputs, *dims)):
             np.testing.assert_array_equal(results[rank][number], expected)
-
-
-@pytest.mark.parametrize("num_places", range(1, 10))
-def test_in_a_tournament_all_pairs_meet_once(num_places):
-    """In n - 1 rounds, or n if n is odd; in each, whom a place meets meets it."""
-    rounds = list(zip(*(partners_of(place, num_places) for place in range(num_places))))
-    assert len(rounds) == num_places - 1 + num_places % 2
-    for partners in rounds:
-        assert all(partners[other] == place for place, other in enumerate(partners) if other is not None)
-        assert partners.count(None) == num_places % 2
-    for place in range(num_places):
-        met = sorted(partners[place] for partners in rounds if partners[place] is not None)
-        assert met == [other for other in range(num_places) if other != place]
 
 
 # ---- Bytes --------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.comm.mesh import RankAxis
+from autoddl.pipelines.runtime.comm.mesh import RankAxis, partners_of
 
 from .rank_meshes import RankMesh
 
@@ -56,3 +56,16 @@ def test_axes_are_those_of_an_array(mesh):
 def test_what_is_no_mesh(make, words):
     with pytest.raises(UserError, match=words):
         make()
+
+
+@pytest.mark.parametrize("num_places", range(1, 10))
+def test_in_a_tournament_all_pairs_meet_once(num_places):
+    """In n - 1 rounds, or n if n is odd; in each, whom a place meets meets it."""
+    rounds = list(zip(*(partners_of(place, num_places) for place in range(num_places))))
+    assert len(rounds) == num_places - 1 + num_places % 2
+    for partners in rounds:
+        assert all(partners[other] == place for place, other in enumerate(partners) if other is not None)
+        assert partners.count(None) == num_places % 2
+    for place in range(num_places):
+        met = sorted(partners[place] for partners in rounds if partners[place] is not None)
+        assert met == [other for other in range(num_places) if other != place]
