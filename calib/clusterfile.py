@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from autoddl.costmodel.units import counted
 
 from .device import DeviceFit, fit_device, half_speed_of, product_term, work_term
 from .fit import HeldOut, LevelFit, fit_level, fit_parameters, points_of
-from .forms import FORMS, Form, Key, MeasuredPoint
+from .forms import FORMS, Form, Key, MeasuredPoint, is_exchange
 from .measurements import BOTH_LEVELS, Sample
 from .trust import reference_peak
 
@@ -150,15 +151,23 @@ _FASTEST = 1e18
 
 
 def _terms(
-    parameters: Mapping[Key, float], draws: Mapping[Key, np.ndarray], scope: tuple[str, int], source: str
+    parameters: Mapping[Key, float],
+    draws: Mapping[Key, np.ndarray],
+    scope: tuple[str, int],
+    source: str,
+    is_exchanged: bool = False,
 ) -> dict[str, Any]:
     """Latency and bandwidth of a scope (collective, group size), and copy and crowding if they are parameters."""
 
     def value(term: str) -> float:
-        return float(parameters.get(Key(*scope, term), 0.0))
+        return float(sum(parameters.get(Key(*scope, one), 0.0) for one in parts(term)))
 
     def drawn(term: str) -> np.ndarray | None:
-        return draws.get(Key(*scope, term))
+        found = [draws[Key(*scope, one)] for one in parts(term) if Key(*scope, one) in draws]
+        return sum(found[1:], found[0]) if found else None
+
+    def parts(term: str) -> tuple[str, ...]:
+        return (term, f"exchanged {term}") if is_exchanged else (term,)
 
     slowness = drawn("slowness")
     inverse = None if slowness is None else 1.0 / np.maximum(slowness, 1.0 / _FASTEST)
@@ -176,6 +185,10 @@ def _terms(
     return entry
 
 
+#: The size of a group of more than two ranks.
+_MANY = 3
+
+
 def _link(fit: LevelFit, source: str) -> dict[str, Any]:
     """The fields of a link; its own (alpha, beta) are those of transfers if they were measured, else of all collectives."""
     form = fit.form
@@ -190,13 +203,15 @@ def _link(fit: LevelFit, source: str) -> dict[str, Any]:
     link["per"] = "device"
     names = sorted({point.collective for point in rings})
     if not form.by_collective:
-        draws, parameters = fit.draws, fit.parameters
+        shared = partial(_terms, fit.parameters, fit.draws, ("", 0), f"{source}, all collectives together")
         if not fit.transfer:
-            link.update(_terms(parameters, draws, ("", 0), f"{source}, all collectives together"))
-            return link
-        link["collectives"] = {
-            name: _terms(parameters, draws, ("", 0), f"{source}, all collectives together") for name in names
-        }
+            link.update(shared())
+        if fit.transfer or form.exchange:
+            link["collectives"] = {
+                name: shared(form.exchange and is_exchange(name, _MANY))
+                | ({"groups": {"2": shared(True)}} if form.exchange and not is_exchange(name, _MANY) else {})
+                for name in names
+            }
         return link
     if not form.by_group:
         link["collectives"] = {name: _terms(fit.parameters, fit.draws, (name, 0), source) for name in names}

@@ -2,18 +2,22 @@
 
 Every form predicts, for a group of p ranks and n bytes (messages and sent bytes as in :mod:`autoddl.costmodel.collectives`),
 
-    seconds = messages (alpha + e alpha') + sent (beta + e beta') + n gamma
+    seconds = messages (alpha + e alpha' + x alpha'') + sent (beta + e beta' + x beta'') + n gamma
 
 ==========================  ==============================================================================================
 form                        parameters
 ==========================  ==============================================================================================
 level                       alpha, beta of the level (as in the AutoDDL paper)
+level + exchange            alpha'', beta'': the cost of x = 1, if pairs of ranks exchange (:func:`is_exchange`); else x = 0
 collective                  alpha, beta of each collective
 ... + copy                  gamma of each: a cost per byte of local reduction and copying, independent of p
 ... + crowding              alpha', beta': the cost of e = max(0, ranks per core - 1), if ranks share cores
 group                       alpha, beta of each collective in groups of each size (which includes gamma)
 group + crowding            alpha', beta' for each of them
 ==========================  ==============================================================================================
+
+CPU ranks need the terms of exchanges: two ranks request data over the connection that carries it, so the directions of an exchange
+may follow each other (:mod:`.measure`).
 
 All forms are linear in their parameters.  Each separates into *scopes* (the level; a collective; a collective and a group size)
 without common parameters.  Columns that depend linearly on others (copy, for a single group size) are left out.
@@ -31,7 +35,12 @@ from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.cluster import excess
 from autoddl.costmodel.collectives import Collective
 
-__all__ = ["FORMS", "Form", "Key", "MeasuredPoint", "Scope", "scopes"]
+__all__ = ["FORMS", "Form", "Key", "MeasuredPoint", "Scope", "is_exchange", "scopes"]
+
+
+def is_exchange(collective: str, ranks: int) -> bool:
+    """Whether ranks send to each other in pairs: in groups of two, and in all-to-alls, which CPU ranks run pair by pair."""
+    return collective == Collective.ALL_TO_ALL.value or (ranks == 2 and collective != TRANSFER)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +88,7 @@ class Key(NamedTuple):
     Attributes:
         collective: its collective; "" for all.
         group: its group size; 0 for all.
-        term: ``latency``, ``slowness``, ``copy``, ``crowded latency`` or ``crowded slowness``.
+        term: ``latency``, ``slowness`` or ``copy``; ``crowded`` or ``exchanged`` before the first two.
     """
 
     collective: str
@@ -110,6 +119,7 @@ class Form:
         by_collective, by_group: whether each collective and each group size has its own parameters.
         copy: whether there is a term gamma.
         crowding: whether there are terms alpha' and beta'.
+        exchange: whether there are terms alpha'' and beta''.
     """
 
     name: str
@@ -117,12 +127,15 @@ class Form:
     by_group: bool = False
     copy: bool = False
     crowding: bool = False
+    exchange: bool = False
 
 
 #: All forms, from few parameters to many.
 FORMS = (
     Form("level", by_collective=False),
     Form("level + crowding", by_collective=False, crowding=True),
+    Form("level + exchange", by_collective=False, exchange=True),
+    Form("level + exchange + crowding", by_collective=False, crowding=True, exchange=True),
     Form("collective"),
     Form("collective + copy", copy=True),
     Form("collective + crowding", crowding=True),
@@ -163,6 +176,9 @@ def _columns(form: Form, points: Sequence[MeasuredPoint]) -> list[tuple[str, np.
         columns.append(("copy", np.array([float(point.num_bytes) for point in points])))
     if form.crowding:
         columns += [("crowded latency", messages * crowd), ("crowded slowness", sent * crowd)]
+    if form.exchange:
+        exchanged = np.array([is_exchange(point.collective, point.ranks) for point in points])
+        columns += [("exchanged latency", messages * exchanged), ("exchanged slowness", sent * exchanged)]
     return columns
 
 

@@ -5,13 +5,13 @@ Every rank of a job calls :func:`measure_job` and makes the same calls in the sa
     wait for this rank's device; wait for all ranks; sleep; t0; the operation; wait for this rank's device; t1
 
 and its time is that of the slowest group of ranks, from the last t0 to the last t1 (how ranks wait:
-:mod:`autoddl.pipelines.runtime.timing`).  Collectives run several times in a repetition, one after the other, and the mean counts:
-waiting for all ranks would dominate the time of a small one, and that of a large one varies (see below).  So does local work on
-GPUs, where a step launches kernels without waiting for each.
+:mod:`autoddl.pipelines.runtime.timing`).  On GPUs the operation is called several times, one call after the other, and the mean
+counts: waiting would dominate the time of a small one, and a step launches kernels without waiting for each.
 
 CPU ranks begin collectives apart, each after a random sleep, since they do so in a step, where each comes from its own computation.
 It matters: the ranks of OneFlow request data over the connection that carries the data.  If two ranks exchange, and one has to send
-before it could request, the two directions follow each other, and take up to twice as long as at once.
+before it could request, the two directions follow each other, and take up to twice as long as at once.  Since one call takes the
+one or the other time, a repetition is the mean of several, each with sleeps of its own.
 
 Before the first round the largest product runs until its times settle, which brings the clocks of devices up; each operation also
 runs until its times settle before it is timed for the first time, and once before each later block.  Settings are visited in
@@ -39,7 +39,6 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.devices import GPU
 from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.load import load_oneflow
@@ -163,11 +162,11 @@ class _Operations:
         if products:
             self.of(max(products, key=lambda setting: float(np.prod(setting.shape, dtype=float))))
 
-    def of(self, setting: TimedSetting) -> Callable[[], None]:
-        """A function that runs one repetition of a setting; every rank calls."""
+    def of(self, setting: TimedSetting) -> Callable[[], Any]:
+        """The operation of a setting; every rank calls."""
         from .operations import operation
 
-        run = partial(_repeat, operation(setting, self._device), setting.calls(self._device == GPU))
+        run = operation(setting, self._device)
         if setting not in self._warm:
             self._warm.add(setting)
             self._clock.warm_up(run)
@@ -187,11 +186,13 @@ def _stretch(
     clock.begin()
     for i in order:
         setting = options.settings[i]
-        is_collective = setting.ranks > 1 and setting.collective != TRANSFER
+        run, calls = operations.of(setting), setting.calls(options.device == GPU)
         groups = RankAxis(setting.ranks, setting.stride, len(clock.hosts.numbers)).groups()
-        apart_s = _APART_S if is_collective and options.device != GPU else 0.0
-        seconds = clock.time(operations.of(setting), options.block, groups, apart_s)
-        measured.append((i, seconds / setting.calls(options.device == GPU)))
+        if setting.is_collective and options.device != GPU:
+            seconds = clock.time(run, options.block * calls, groups, _APART_S).reshape(-1, calls).mean(axis=1)
+        else:
+            seconds = clock.time(partial(_repeat, run, calls), options.block, groups) / calls
+        measured.append((i, seconds))
         if clock.elapsed > _STRETCH_S or clock.is_over:
             break
     return measured

@@ -12,10 +12,11 @@ __all__ = ["ITEM_BYTES", "TimedSetting", "rows_and_features", "settings_of", "wo
 
 #: Bytes of an element of the tensors that ranks exchange, which are of float32.
 ITEM_BYTES = 4
-#: A repetition repeats a collective until this many bytes are exchanged, but at least and at most so many times.
+#: Calls of a collective in a repetition on CPU ranks; on GPUs as many as exchange so many bytes, but at least and at most these.
+_CALLS_ON_CPU = 2
 _BYTES_OF_REPETITION = 2**20
 _MIN_CALLS, _MAX_CALLS = 2, 8
-#: A repetition on a GPU repeats local work this many times, and so launches kernels as a step does, without waiting for each.
+#: Calls of local work in a repetition on a GPU.
 _CALLS_ON_GPU = 8
 #: Features of the tensors that are gathered and scattered.
 _FEATURES = 512
@@ -40,12 +41,19 @@ class TimedSetting:
     shape: tuple[int, ...] = ()
     precision: str = ""
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether it is neither local work nor a transfer."""
+        return self.ranks > 1 and self.collective != TRANSFER
+
     def calls(self, on_gpus: bool) -> int:
         """Number of calls in a repetition; 1 for transfers, since pipeline stages wait for each of them."""
         if self.collective == TRANSFER:
             return 1
         if self.ranks == 1:
             return _CALLS_ON_GPU if on_gpus else 1
+        if not on_gpus:
+            return _CALLS_ON_CPU
         return max(_MIN_CALLS, min(_MAX_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
 
 

@@ -29,6 +29,8 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.localwork import LocalWork
 from autoddl.costmodel.units import format_bytes
 
+from .forms import is_exchange
+
 __all__ = [
     "Measurement",
     "RivalPlan",
@@ -274,16 +276,20 @@ class _Draws:
             known = link.collectives.get(collective, (link.latency_s, link.bandwidth))
             copy = link.copies.get(collective, 0.0)
             if (collective, size) in link.groups:
-                places, known, copy = [(level, collective.value, size)], link.groups[collective, size], 0.0
+                places = [(level, collective.value, size), (level, "", 0)]
+                known, copy = link.groups[collective, size], 0.0
         found = next((self._values[place] for place in places if place in self._values), None)
         if found is None:
             return np.full(self.num, known[0]), np.full(self.num, 1.0 / known[1]), np.full(self.num, copy)
         zero, excess = np.zeros(self.num), self.cluster.excess
-        return (
-            found.get("latency", zero) + excess * found.get("crowded latency", zero),
-            found.get("slowness", zero) + excess * found.get("crowded slowness", zero),
-            found.get("copy", zero),
+        is_exchanged = collective is not None and is_exchange(collective.value, size)
+        latency, slowness = (
+            found.get(term, zero)
+            + excess * found.get(f"crowded {term}", zero)
+            + is_exchanged * found.get(f"exchanged {term}", zero)
+            for term in ("latency", "slowness")
         )
+        return latency, slowness, found.get("copy", zero)
 
     def device(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds per launch, per FLOP and per byte, each of shape (draws,)."""

@@ -23,6 +23,8 @@ _LINK_TERMS = {
     "copy": _SLOWNESS,
     "crowded latency": _TIME,
     "crowded slowness": _SLOWNESS,
+    "exchanged latency": _TIME,
+    "exchanged slowness": _SLOWNESS,
 }
 #: The parameters that can have replicates: for each level its terms, with the largest value of each (of work: 1 s per FLOP).
 TERMS: Mapping[str, Mapping[str, float]] = {

@@ -104,11 +104,16 @@ class _ParameterRow:
         low, high = sorted(self.fit.interval(key), reverse=show is _rate)
         return f"{show(self.values[key])} [{show(low)}, {show(high)}]"
 
-    def crowded(self) -> str:
-        """The parameters of groups with more ranks than cores."""
-        terms = (("crowded latency", format_seconds), ("crowded slowness", _per_byte))
-        known = {key.term for key in self._keys()}
-        return ", ".join(self.with_interval(term, show) for term, show in terms if term in known)
+    def increments(self) -> str:
+        """What is added to latency and time per byte, if ranks share cores (crowded) or pairs of ranks exchange."""
+        terms = {key.term for key in self._keys()}
+        found = []
+        for kind in ("crowded", "exchanged"):
+            shown = ((f"{kind} latency", format_seconds), (f"{kind} slowness", _per_byte))
+            values = [self.with_interval(term, show) for term, show in shown if term in terms]
+            if values:
+                found.append(f"{kind}: {', '.join(values)}")
+        return "; ".join(found)
 
     def _keys(self) -> list[Key]:
         return [key for key in self.values if (key.collective, key.group) == (self.collective, self.group)]
@@ -120,7 +125,7 @@ _PARAMETERS: tuple[Column[_ParameterRow], ...] = (
     Column("latency [95 %]", lambda row: row.with_interval("latency", format_seconds), wraps=True),
     Column("bandwidth [95 %]", lambda row: row.with_interval("slowness", _rate), wraps=True),
     Column("copy", lambda row: row.with_interval("copy", _per_byte), rank=1),
-    Column("crowded: latency, per byte", lambda row: row.crowded(), rank=2, name="crowded"),
+    Column("increments: latency, per byte", lambda row: row.increments(), rank=2, name="increments"),
 )
 
 

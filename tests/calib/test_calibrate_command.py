@@ -93,10 +93,11 @@ def test_a_short_run_determines_the_fit():
         assert [places[size] for size in sorted(places)] == [0, 2, 1, 2, 0]
 
 
-def test_collectives_run_back_to_back():
-    """Until they have exchanged 1 MiB, at least twice and at most 8 times; transfers and local work are not."""
-    calls = {size: TimedSetting("all-reduce", 2, 1, size).calls(on_gpus=False) for size in (4096, 2**18, 2**20, 2**24)}
+def test_a_repetition_has_several_calls():
+    """On GPUs until they have exchanged 1 MiB, at least twice and at most 8 times; transfers are called once."""
+    calls = {size: TimedSetting("all-reduce", 2, 1, size).calls(on_gpus=True) for size in (4096, 2**18, 2**20, 2**24)}
     assert calls == {4096: 8, 2**18: 4, 2**20: 2, 2**24: 2}
+    assert TimedSetting("all-reduce", 2, 1, 4096).calls(on_gpus=False) == 2
     transfer, product = TimedSetting("point-to-point", 2, 1, 4096), TimedSetting("matmul", 1, 1, 4096, (8, 8, 8))
     assert [one.calls(on_gpus=False) for one in (transfer, product)] == [1, 1]
     # On GPUs kernels are launched without waiting for each.

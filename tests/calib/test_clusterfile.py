@@ -38,6 +38,10 @@ FORMULAS = {
     "collective": (lambda c, p, n, job: (1 + list(Collective).index(c)) * ring(50e-6, 1e-9)(c, p, n, job), 0),
     "collective + copy": (lambda c, p, n, job: ring(50e-6, 1e-9)(c, p, n, job) + 2e-9 * n, 0),
     "level + crowding": (lambda c, p, n, job: job * ring(50e-6, 1e-9)(c, p, n, job), 2),
+    "level + exchange": (
+        lambda c, p, n, job: (1.5 if p == 2 or c == Collective.ALL_TO_ALL else 1.0) * ring(50e-6, 1e-9)(c, p, n, job),
+        0,
+    ),
     "group + crowding": (crowded, 2),
 }
 

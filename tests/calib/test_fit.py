@@ -140,6 +140,20 @@ def test_crowding_terms_are_chosen_if_ranks_exceed_cores():
 
 
 @pytest.mark.usefixtures("few_draws")
+def test_exchange_terms_are_chosen_if_pairs_of_ranks_take_longer():
+    """In groups of two and in all-to-alls, a message takes 30 us and a byte 0.7 ns longer."""
+
+    def seconds(collective: Collective, group: int, nbytes: int, job: int) -> float:
+        is_exchange = group == 2 or collective == Collective.ALL_TO_ALL
+        return ring(50e-6 + 30e-6 * is_exchange, 1e-9 + 0.7e-9 * is_exchange)(collective, group, nbytes, job)
+
+    fit = fit_level(points_of(samples_of(seconds), "intra-node"), "intra-node")
+    assert fit.form.name == "level + exchange"
+    assert fit.parameters[Key("", 0, "exchanged latency")] == pytest.approx(30e-6, rel=0.05)
+    assert fit.parameters[Key("", 0, "exchanged slowness")] == pytest.approx(0.7e-9, rel=0.05)
+
+
+@pytest.mark.usefixtures("few_draws")
 def test_group_terms_are_chosen_if_no_formula_holds():
     odd = {2: 1.0, 4: 5.0, 8: 2.0}
     assert (

@@ -123,12 +123,16 @@ def odd(collective: Collective, group: int, nbytes: int, job: int) -> float:
     return factor * ring(50e-6, 1e-9)(collective, group, nbytes, job)
 
 
-@pytest.fixture(scope="module", params=["level", "group + crowding"])
+def exchanged(collective: Collective, group: int, nbytes: int, job: int) -> float:
+    factor = 1.5 if group == 2 or collective == Collective.ALL_TO_ALL else 1.0
+    return factor * ring(50e-6, 1e-9)(collective, group, nbytes, job)
+
+
+@pytest.fixture(scope="module", params=["level", "level + exchange", "group + crowding"])
 def calibrated(request) -> Cluster:
-    seconds = {"level": ring(50e-6, 1e-9), "group + crowding": odd}[request.param]
+    seconds = {"level": ring(50e-6, 1e-9), "level + exchange": exchanged, "group + crowding": odd}[request.param]
     fit = fit_samples(samples_of(seconds, noise=0.1, jobs=(2, 4), cores=2, repetitions=10))
-    if request.param == "level":
-        assert not fit.levels[0].form.by_group
+    assert request.param == fit.levels[0].form.name or (request.param == "level" and not fit.levels[0].form.by_group)
     return from_document(calibrated_document(fit, load_cluster("local-cpu"), "mine"), "mine").resized(1, 4)
 
 
@@ -147,9 +151,10 @@ def test_draws_price_plans_as_the_cluster_of_the_draw_does(calibrated):
         assert costs[k] == pytest.approx(again.communication_s, rel=1e-9)
 
 
-def test_draws_scatter_around_the_fit(calibrated):
+@pytest.mark.parametrize("size", [2, 4])
+def test_draws_scatter_around_the_fit(calibrated, size):
     for collective in Collective:
-        step = Step(collective, Axis(4, 1), 2**20)
+        step = Step(collective, Axis(size, 1), 2**20)
         drawn = [drawn_cluster(calibrated, k).time(step) for k in range(100)]
         assert np.median(drawn) == pytest.approx(calibrated.time(step), rel=0.05)
         assert np.std(drawn) < 0.2 * calibrated.time(step)

@@ -14,7 +14,9 @@ answered by a line; the end of standard input ends the process, and with it the 
 Packets that a host sends wait for its wire in its own kernel, behind a token bucket that holds little more than one packet: TCP
 keeps short what waits there, as before a real network card, and the rest waits in the sockets.  If they waited here,
 acknowledgements would be behind megabytes of data, and hosts that send to each other, or in a circle, would be as if on wires of
-70 to 80 % of the bandwidth.
+70 to 80 % of the bandwidth.  A packet is small enough to pass its wire in a millisecond, and few of a connection wait: more
+would keep short messages of other connections waiting, and rings, whose hosts ask each other for data, would be slower than on
+real wires.
 
 It runs before all other processes (a real-time priority), so that ranks that spin do not delay packets.
 """
@@ -45,8 +47,12 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN_WITHOUT_HEADER = 0x0001 | 0x1000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_TIMERSLACK = 29
-#: Packets are as large as a device allows, since a packet costs this process about the same at any size.
-_MTU = 65500
+#: Bytes of the smallest and the largest packets that wires take: those of Ethernet, and of what a device allows.
+_MTUS = 1500, 65500
+#: How long a packet may keep a wire busy, in seconds.  Smaller packets cost this process more: each takes about the same time.
+_PACKET_S = 1e-3
+#: Packets of one connection that TCP lets wait for a wire.
+_MAX_WAITING = 2
 #: Bytes that may wait for a wire in the kernel: more than TCP ever lets.
 _QUEUE = 1 << 26
 #: What a token bucket holds beside one packet, in seconds of its wire: the kernel's timers may be late, and round its size.
@@ -80,14 +86,14 @@ class Relay:
             _enter(host["pid"])
             _widen_tcp_windows()
             wire = _Port(host["pid"], _tun("eth0"), LinkState(_link(host["wire"])), is_loopback=False)
-            _run(f"ip address add {host['address']}/24 dev eth0", f"ip link set eth0 mtu {_MTU} up")
-            _queue_for(wire.state.link)
+            _run(f"ip address add {host['address']}/24 dev eth0", "ip link set eth0 up")
+            _set_up_wire(wire.state.link)
             self._wires[host["name"]] = wire
             self._by_address[bytes(map(int, host["address"].split(".")))] = wire
             if host["loopback"] is not None:
                 port = _Port(host["pid"], _tun("inside"), LinkState(_link(host["loopback"])), is_loopback=True)
                 self._loopbacks[host["name"]] = port
-                _redirect_loopback()
+                _redirect_loopback(port.state.link)
         _enter(os.getppid())
         self._ports = {port.fd: port for port in (*self._wires.values(), *self._loopbacks.values())}
         # Packets under way: (due time, number, device to write to, packet).
@@ -116,7 +122,7 @@ class Relay:
     def _read(self, port: _Port) -> None:
         for _ in range(_BURST):
             try:
-                packet = os.read(port.fd, _MTU + 100)
+                packet = os.read(port.fd, _MTUS[1] + 100)
             except BlockingIOError:
                 return
             if packet[0] >> 4 == 4:  # the hosts have no IPv6 addresses
@@ -160,7 +166,7 @@ class Relay:
         if "wire" in command:
             wire.state.link = _link(command["wire"])
             _enter(wire.pid)
-            _queue_for(wire.state.link)
+            _set_up_wire(wire.state.link)
             _enter(os.getppid())
         if "is_cut" in command:
             wire.state.is_cut = command["is_cut"]
@@ -196,10 +202,17 @@ def _widen_tcp_windows() -> None:
         Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
 
 
-def _queue_for(link: Link) -> None:
+def _mtu_of(link: Link) -> int:
+    """Bytes of the largest packet of a link."""
+    return round(min(max(_PACKET_S * link.bandwidth, _MTUS[0]), _MTUS[1]))
+
+
+def _set_up_wire(link: Link) -> None:
     """Let packets of the present network namespace wait for its wire in the kernel (see the module's docstring)."""
+    _run(f"ip link set eth0 mtu {_mtu_of(link)} gso_max_segs 1")
+    Path("/proc/sys/net/ipv4/tcp_limit_output_bytes").write_text(str(_MAX_WAITING * _mtu_of(link)))
     if link.bandwidth < inf:
-        bucket = _MTU + round(_BUCKET_S * link.bandwidth)
+        bucket = _mtu_of(link) + round(_BUCKET_S * link.bandwidth)
         _run(f"tc qdisc replace dev eth0 root tbf rate {8 * link.bandwidth:.0f}bit burst {bucket} limit {_QUEUE}")
     else:
         _run("tc qdisc replace dev eth0 root pfifo_fast")
@@ -212,12 +225,12 @@ def _tun(name: str) -> int:
     return fd
 
 
-def _redirect_loopback() -> None:
+def _redirect_loopback(link: Link) -> None:
     """Send what leaves through the loopback to the device ``inside``, and accept there what comes back."""
     settings = ["inside.accept_local=1", "inside.route_localnet=1", "inside.rp_filter=0", "all.rp_filter=0"]
     _run(
-        f"ip link set inside mtu {_MTU} up",
-        f"ip link set lo mtu {_MTU}",
+        f"ip link set inside mtu {_mtu_of(link)} up",
+        f"ip link set lo mtu {_mtu_of(link)}",
         f"sysctl -qw {' '.join(f'net.ipv4.conf.{setting}' for setting in settings)}",
         "tc qdisc add dev lo clsact",
         "tc filter add dev lo egress protocol ip u32 match u32 0 0 action mirred egress redirect dev inside",

@@ -94,12 +94,22 @@ def queue_of(cluster: EmulatedCluster, host: str) -> str:
     return cluster.run(host, "tc", "qdisc", "show", "dev", "eth0")
 
 
+@pytest.mark.parametrize(("wire", "packet"), [("80Mbit", 10_000), ("1Mbit", 1_500), ("10Gbit", 65_500)])
+def test_a_packet_passes_its_wire_in_a_millisecond(cluster, wire, packet):
+    """80 Mbit/s are 10,000 bytes in a millisecond; packets are between those of Ethernet and the largest of a device."""
+    cluster.wires.limit("host1", parse_link(wire))
+    try:
+        assert f" mtu {packet} " in cluster.run("host1", "ip", "link", "show", "eth0")
+    finally:
+        cluster.wires.limit("host1", cluster.size.wire)
+
+
 def test_packets_wait_in_the_kernel_of_their_host(cluster):
-    """In a token bucket of the wire's bandwidth that holds a packet of the largest size, and little more: a millisecond."""
+    """In a token bucket of the wire's bandwidth that holds a packet, which takes a millisecond, and a millisecond more."""
     queue = queue_of(cluster, "host1")
     assert "tbf" in queue and "rate 80Mbit" in queue
     burst = int(re.search(r"burst (\d+)b", queue)[1])
-    assert 65500 <= burst <= 65500 + 10e6 * 1e-3
+    assert 10e6 * 1e-3 <= burst <= 2 * 10e6 * 1e-3
     cluster.wires.limit("host1", parse_link("1ms"))
     try:
         assert "tbf" not in queue_of(cluster, "host1")
