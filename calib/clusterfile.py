@@ -185,10 +185,6 @@ def _terms(
     return entry
 
 
-#: The size of a group of more than two ranks.
-_MANY = 3
-
-
 def _link(fit: LevelFit, source: str) -> dict[str, Any]:
     """The fields of a link; its own (alpha, beta) are those of transfers if they were measured, else of all collectives."""
     form = fit.form
@@ -206,12 +202,11 @@ def _link(fit: LevelFit, source: str) -> dict[str, Any]:
         shared = partial(_terms, fit.parameters, fit.draws, ("", 0), f"{source}, all collectives together")
         if not fit.transfer:
             link.update(shared())
-        if fit.transfer or form.exchange:
-            link["collectives"] = {
-                name: shared(form.exchange and is_exchange(name, _MANY))
-                | ({"groups": {"2": shared(True)}} if form.exchange and not is_exchange(name, _MANY) else {})
-                for name in names
-            }
+        if form.exchange:
+            exchanged, in_pairs = shared(is_exchanged=True), {"groups": {"2": shared(is_exchanged=True)}}
+            link["collectives"] = {name: exchanged if is_exchange(name) else {**shared(), **in_pairs} for name in names}
+        elif fit.transfer:
+            link["collectives"] = {name: shared() for name in names}
         return link
     if not form.by_group:
         link["collectives"] = {name: _terms(fit.parameters, fit.draws, (name, 0), source) for name in names}

@@ -38,8 +38,13 @@ from autoddl.costmodel.collectives import Collective
 __all__ = ["FORMS", "Form", "Key", "MeasuredPoint", "Scope", "is_exchange", "scopes"]
 
 
-def is_exchange(collective: str, ranks: int) -> bool:
-    """Whether ranks send to each other in pairs: in groups of two, and in all-to-alls, which CPU ranks run pair by pair."""
+def is_exchange(collective: str, ranks: int = 0) -> bool:
+    """Whether ranks send to each other in pairs: in groups of two, and in all-to-alls, which CPU ranks run pair by pair.
+
+    Args:
+        collective: name of the collective, or of transfers.
+        ranks: number of ranks of a group; 0 for more than two.
+    """
     return collective == Collective.ALL_TO_ALL.value or (ranks == 2 and collective != TRANSFER)
 
 

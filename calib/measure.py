@@ -4,7 +4,8 @@ Every rank of a job calls :func:`measure_job` and makes the same calls in the sa
 
     wait for this rank's device; wait for all ranks; sleep; t0; the operation; wait for this rank's device; t1
 
-and its time is that of the slowest group of ranks, from the last t0 to the last t1 (how ranks wait:
+and its time is that of the slowest rank.  A collective counts from the last t0 of a group to its last t1, in the group that is the
+slowest on average: another one may be slower now and then, which a step does not always wait for (how ranks wait for devices:
 :mod:`autoddl.pipelines.runtime.timing`).  On GPUs the operation is called several times, one call after the other, and the mean
 counts: waiting would dominate the time of a small one, and a step launches kernels without waiting for each.
 
@@ -187,9 +188,10 @@ def _stretch(
     for i in order:
         setting = options.settings[i]
         run, calls = operations.of(setting), setting.calls(options.device == GPU)
-        groups = RankAxis(setting.ranks, setting.stride, len(clock.hosts.numbers)).groups()
+        axis = RankAxis(setting.ranks, setting.stride, len(clock.hosts.numbers))
+        groups = axis.groups() if setting.ranks > 1 else None
         if setting.is_collective and options.device != GPU:
-            seconds = clock.time(run, options.block * calls, groups, _APART_S).reshape(-1, calls).mean(axis=1)
+            seconds = clock.time(run, options.block, groups, calls, _APART_S)
         else:
             seconds = clock.time(partial(_repeat, run, calls), options.block, groups) / calls
         measured.append((i, seconds))
@@ -270,26 +272,31 @@ class SharedClock:
         run: Callable[[], Any],
         repetitions: int,
         groups: Sequence[Sequence[int]] | None = None,
+        calls: int = 1,
         apart_s: float = 0.0,
     ) -> np.ndarray:
-        """Seconds of each repetition, after one more that does not count; every rank calls.
+        """Seconds of each repetition, after a call that does not count; every rank calls.
 
         Args:
             run: what to time.
             repetitions: their number.
-            groups: the ranks that communicate with each other; by default each rank is alone.
-            apart_s: each rank begins up to so much later than all have met.
+            groups: the ranks that communicate with each other; the one that is the slowest on average counts.  By default each rank
+                is alone, and the slowest one of each repetition counts.
+            calls: number of calls of a repetition, which is their mean.
+            apart_s: in each call, each rank begins up to so much later than all have met.
         """
-        return self._slowest(self._spans(run, repetitions + 1, apart_s)[:, 1:], groups)
+        spans = self._spans(run, repetitions * calls + 1, apart_s)[:, 1:]
+        seconds = self._seconds(spans, groups).reshape(-1, repetitions, calls).mean(axis=2)
+        return seconds.max(axis=0) if groups is None else seconds[seconds.mean(axis=1).argmax()]
 
     def warm_up(self, run: Callable[[], Any]) -> int:
         """Repeat until the times of the slowest rank settle; returns the number of windows.  Every rank calls.
 
         What takes long (a large message on a slow wire) is warm after one call.
         """
-        if self._slowest(self._spans(run, 1))[0] >= _LONG_S:
+        if self._seconds(self._spans(run, 1)).max() >= _LONG_S:
             return 1
-        return warm_up(lambda num: self._slowest(self._spans(run, num)))
+        return warm_up(lambda num: self._seconds(self._spans(run, num)).max(axis=0))
 
     def _spans(self, run: Callable[[], Any], repetitions: int, apart_s: float = 0.0) -> np.ndarray:
         """When each repetition begins and ends on this rank, after all ranks met [s]; shape (2, repetitions)."""
@@ -297,8 +304,8 @@ class SharedClock:
         delays = [apart_s * self._delays.random() for _ in range(repetitions)]
         return np.array([span_of(run, self._device, join, delay) for delay in delays]).T
 
-    def _slowest(self, spans: np.ndarray, groups: Sequence[Sequence[int]] | None = None) -> np.ndarray:
-        """The seconds of each repetition in its slowest group; also updates ``elapsed`` and ``is_over``.  Every rank calls."""
+    def _seconds(self, spans: np.ndarray, groups: Sequence[Sequence[int]] | None = None) -> np.ndarray:
+        """The seconds of each group in each repetition; also updates ``elapsed`` and ``is_over``.  Every rank calls."""
         gathered = exchange(np.concatenate((spans.ravel(), self._readings())))
         self._last = gathered[:, spans.size :]
         self.elapsed = float(self._last[0, 0] - self._start[0, 0])
@@ -316,19 +323,19 @@ class SharedClock:
 
 
 def seconds_of_groups(spans: np.ndarray, groups: Sequence[Sequence[int]] | None = None) -> np.ndarray:
-    """Return how long the slowest group takes, from the start of its last rank [s]; shape (repetitions,).
+    """Return how long each group takes, from the start of its last rank [s]; shape (groups, repetitions).
 
     Args:
         spans: when each rank begins and ends [s]; shape (ranks, 2, repetitions).
         groups: the ranks of each group; by default each rank is alone.
 
     >>> together, apart = [[0.0], [1.0]], [[0.5], [1.25]]
-    >>> [float(seconds_of_groups(np.array([together, apart]), groups)[0]) for groups in (None, [(0, 1)])]
-    [1.0, 0.75]
+    >>> [seconds_of_groups(np.array([together, apart]), groups).tolist() for groups in (None, [(0, 1)])]
+    [[[1.0], [0.75]], [[0.75]]]
     """
     alone = [(rank,) for rank in range(len(spans))]
     ends, begins = ([spans[list(group), k].max(axis=0) for group in groups or alone] for k in (1, 0))
-    return np.asarray(np.max(np.array(ends) - np.array(begins), axis=0))
+    return np.array(ends) - np.array(begins)
 
 
 def foreign_share(readings: np.ndarray, machines: Sequence[int], num_cores: int) -> float:

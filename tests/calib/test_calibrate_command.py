@@ -19,7 +19,7 @@ from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.devices import shapes_on
 from autoddl.calib.hosts import Hosts
-from autoddl.calib.measure import _precedence, foreign_share, seconds_of_groups
+from autoddl.calib.measure import SharedClock, _precedence, foreign_share, seconds_of_groups
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.calib.settings import TimedSetting, settings_of
 from autoddl.costmodel.cluster import load_cluster
@@ -63,13 +63,40 @@ def test_ranks_of_containers_on_one_kernel_are_own():
 def test_a_repetition_takes_from_the_last_start_of_a_group_to_its_last_end():
     """Groups (0, 2) and (1, 3): 9 - 4 = 5 and 8 - 2 = 6, then 3 - 1 = 2 and 7 - 6 = 1.
 
-    Each rank alone: 9, 5, 5 and 7, then 3, 1, 2 and 7.
+    Each rank alone: 9 - 0, 7 - 2, 9 - 4 and 8 - 1, then 3 - 0, 7 - 6, 3 - 1 and 7 - 0.
     """
     begins = np.array([[0.0, 0.0], [2.0, 6.0], [4.0, 1.0], [1.0, 0.0]])
     ends = np.array([[9.0, 3.0], [7.0, 7.0], [9.0, 3.0], [8.0, 7.0]])
     spans = np.stack((begins, ends), axis=1)
-    assert seconds_of_groups(spans, [(0, 2), (1, 3)]).tolist() == [6.0, 2.0]
-    assert seconds_of_groups(spans).tolist() == [9.0, 7.0]
+    assert seconds_of_groups(spans, [(0, 2), (1, 3)]).tolist() == [[5.0, 2.0], [6.0, 1.0]]
+    assert seconds_of_groups(spans).tolist() == [[9.0, 3.0], [5.0, 1.0], [5.0, 2.0], [7.0, 7.0]]
+
+
+class _ClockOfSpans(SharedClock):
+    """A clock of four ranks that read given spans, in place of timing anything."""
+
+    def __init__(self, begins: np.ndarray, ends: np.ndarray):
+        self._all = np.stack((begins, ends), axis=1)
+
+    def _spans(self, run, repetitions, apart_s=0.0):
+        assert self._all.shape[2] == repetitions
+        return self._all[0]
+
+    def _seconds(self, spans, groups=None):
+        return seconds_of_groups(self._all[:, :, -spans.shape[1] :], groups)
+
+
+def test_the_group_counts_that_is_the_slowest_on_average():
+    """Two repetitions of two calls, after one that does not count: groups (0, 2) and (1, 3) take 2, 4, 5, 3 and 3, 3, 1, 1.
+
+    Their means are 3, 4 and 3, 1: the first group is the slower one, and in the second repetition alone it takes 4.  If each rank
+    is alone, rank 0 takes 2, 4, 5, 3, the others 1, 1, 1, 1, and 9 in the call that does not count.
+    """
+    in_groups = np.array([[9.0, 2.0, 4.0, 5.0, 3.0], [9.0, 3.0, 3.0, 1.0, 1.0]])
+    clock = _ClockOfSpans(np.zeros((4, 5)), in_groups[[0, 1, 0, 1]])
+    assert clock.time(lambda: None, 2, [(0, 2), (1, 3)], calls=2).tolist() == [3.0, 4.0]
+    # The slowest rank of each repetition: (2 + 4) / 2 or (3 + 3) / 2, and (5 + 3) / 2 or (1 + 1) / 2.
+    assert clock.time(lambda: None, 2, calls=2).tolist() == [3.0, 4.0]
 
 
 def test_settings_cover_every_axis():
