@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="ways, slow, faults: models whose name holds it")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="ways: draw the times to this file")
     parser.add_argument("--rounds", type=int, default=5, help="ways, plans, slow: interleaved rounds (%(default)s)")
-    parser.add_argument("--steps", type=int, default=2, help="ways, slow: steps of each way in a round (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="ways, slow: least steps of a way in a round (%(default)s)"
+    )
     parser.add_argument("--forward", type=float, default=0.2, help="pipelines: seconds of a forward pass (%(default)s)")
     parser.add_argument("--boundary", type=int, default=1 << 20, help="pipelines: bytes between stages (%(default)s)")
     parser.add_argument("--gradients", type=int, default=1 << 22, help="pipelines: bytes of gradients (%(default)s)")

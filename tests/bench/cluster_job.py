@@ -1,5 +1,7 @@
 """What every rank does in `bench_cluster`: ways to train one model take turns, each some steps in each round.
 
+Short steps vary more, since all ranks share few cores: a way with short steps makes more of them in its turn.
+
 ``autoddl launch PLAN cluster_job.py -- SPECIFICATION RESULT``; both are pickled files, which `bench_cluster` writes and reads.
 
 ================  ================================================================================================================
@@ -16,6 +18,7 @@ work is done.
 
 from __future__ import annotations
 
+import math
 import pickle
 import statistics
 import sys
@@ -58,7 +61,8 @@ class Specification:
     Attributes:
         built_in: the model.
         ways: the ways to train it.
-        rounds, steps: in each round every way makes so many steps.
+        rounds, steps: in each round every way makes at least so many steps.
+        turn_s: how long the turn of a way is at least [s].
         warm_up: steps of each way before the first round.
     """
 
@@ -66,6 +70,7 @@ class Specification:
     ways: tuple[Way, ...]
     rounds: int
     steps: int
+    turn_s: float = 3.0
     warm_up: int = 2
 
 
@@ -97,13 +102,19 @@ def main() -> None:
     flow: Any = load_oneflow()
     specification: Specification = pickle.loads(Path(sys.argv[1]).read_bytes())
     steps: dict[str, Callable[[], float]] = {}
+    nums: dict[str, int] = {}
     results = {way.name: Result([], []) for way in specification.ways}
     data = _batch(specification)
     for way in specification.ways:
         try:
             step = _MAKERS[way.runtime](specification.built_in, way, data)
-            results[way.name].losses += [step() for _ in range(specification.warm_up)]
+            for _ in range(specification.warm_up):
+                begun = time.monotonic()
+                results[way.name].losses.append(step())
+                seconds = time.monotonic() - begun
             steps[way.name] = step
+            slowest = float(exchange(np.array([seconds])).max())
+            nums[way.name] = max(specification.steps, math.ceil(specification.turn_s / slowest))
         except Exception as error:
             results[way.name].fault = f"{type(error).__name__}: {error}".splitlines()[0]
     join, wait = flow._oneflow_internal.eager.ClusterSync, flow._oneflow_internal.eager.Sync
@@ -111,7 +122,7 @@ def main() -> None:
         names = list(steps)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             own = []
-            for _ in range(specification.steps):
+            for _ in range(nums[name]):
                 join()
                 begun = time.monotonic()
                 steps[name]()
