@@ -199,14 +199,15 @@ def _link(fit: LevelFit, source: str) -> dict[str, Any]:
     link["per"] = "device"
     names = sorted({point.collective for point in rings})
     if not form.by_collective:
-        shared = partial(_terms, fit.parameters, fit.draws, ("", 0), f"{source}, all collectives together")
+        terms = partial(_terms, fit.parameters, fit.draws, ("", 0), f"{source}, all collectives together")
+        shared, exchanged = terms(), terms(is_exchanged=True)
         if not fit.transfer:
-            link.update(shared())
+            link.update(shared)
         if form.exchange:
-            exchanged, in_pairs = shared(is_exchanged=True), {"groups": {"2": shared(is_exchanged=True)}}
-            link["collectives"] = {name: exchanged if is_exchange(name) else {**shared(), **in_pairs} for name in names}
+            in_rings = {**shared, "groups": {"2": exchanged}}
+            link["collectives"] = {name: exchanged if is_exchange(name) else in_rings for name in names}
         elif fit.transfer:
-            link["collectives"] = {name: shared() for name in names}
+            link["collectives"] = dict.fromkeys(names, shared)
         return link
     if not form.by_group:
         link["collectives"] = {name: _terms(fit.parameters, fit.draws, (name, 0), source) for name in names}
