@@ -20,8 +20,9 @@ from autoddl.costmodel.layerwork import is_in_recomputed_block, is_recomputed_al
 from autoddl.costmodel.pricing import edge_steps, row_features
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
-from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout, layout_of
+from autoddl.pipelines.runtime.comm.layouts import Layout, layout_of
 from autoddl.pipelines.runtime.comm.moves import move_calls
+from autoddl.pipelines.runtime.comm.parameter_layouts import ParameterLayout
 from autoddl.pipelines.runtime.kinds.registry import layer_program, layouts_call, parameter_layouts
 from autoddl.pipelines.runtime.model_constants import LAYER_NORM_EPS, RMS_NORM_EPS, ROTARY_BASE
 from autoddl.pipelines.runtime.replay.statements import feed_calls

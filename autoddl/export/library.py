@@ -53,6 +53,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.facts": "Properties of the plain model",
     f"{_RUNTIME}.parameters": "Global tensors and sums of their gradients",
     f"{_RUNTIME}.shards": "Tensors divided among ranks",
+    f"{_RUNTIME}.comm.parameter_layouts": "Layouts of parameters",
     f"{_RUNTIME}.comm.layouts": "Layouts: the elements that each rank holds",
     f"{_RUNTIME}.backend": "Devices and types",
     f"{_RUNTIME}.stepping": "The ranks",

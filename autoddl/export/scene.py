@@ -18,7 +18,8 @@ from autoddl.costmodel.program import TracedCall
 from autoddl.costmodel.strategy import PRODUCT, Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime.comm.layouts import Layout, coarsest_mesh, common_mesh, split_dims
+from autoddl.pipelines.runtime.comm.layouts import Layout
+from autoddl.pipelines.runtime.comm.parameter_layouts import coarsest_mesh, common_mesh, split_dims
 from autoddl.pipelines.runtime.statements import Call
 
 from ..zoo.builtin import BuiltIn

@@ -13,7 +13,7 @@ from itertools import permutations
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.epilogue import GATES
 from autoddl.costmodel.kinds.registry import kind_of
-from autoddl.pipelines.runtime.comm.layouts import product_order
+from autoddl.pipelines.runtime.comm.parameter_layouts import product_order
 
 from ..zoo.layers import batch_norm_note, kept_by_epilogue
 from .blocks import mark_blocks

@@ -13,7 +13,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import is_recomputed_alone, layer_work
 from autoddl.costmodel.units import format_bytes
-from autoddl.pipelines.runtime.comm.layouts import product_order
+from autoddl.pipelines.runtime.comm.parameter_layouts import product_order
 from autoddl.pipelines.runtime.graph.meshes import check_graph_plan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import sent_messages
 

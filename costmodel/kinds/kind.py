@@ -221,7 +221,7 @@ class LayerKind(ABC):
 
         Returns:
             The number of groups, and the number of features of each section. Every group has an equal share of each section
-            (:mod:`autoddl.pipelines.runtime.comm.layouts`).
+            (:mod:`autoddl.pipelines.runtime.comm.parameter_layouts`).
         """
         return None
 

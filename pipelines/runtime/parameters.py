@@ -1,7 +1,7 @@
 """Parameters as OneFlow global tensors in the layouts of a plan, and the sums of their gradients over ranks.
 
 A parameter is one global tensor with the SBP of the plan: a linear layer's weight, (out, in) in OneFlow, is (B, S(0), S(1)) on
-its axes (p0, p1, p2).  Its logical value is the module's value with permuted rows and columns (:mod:`layouts`).  Element-wise
+its axes (p0, p1, p2).  Its logical value is the module's value with permuted rows and columns (:mod:`.comm.layouts`).  Element-wise
 optimizers are not affected by the permutation, and ``state_dict`` reverts it.  Layers compute with ``to_local()``, which shares the
 storage.
 
@@ -33,7 +33,7 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis
 
-from .comm.layouts import ParameterLayout
+from .comm.parameter_layouts import ParameterLayout
 from .detaching import detached
 from .load import load_oneflow
 from .shards import HeldWeight, attach_weights, gather_shards, readable_weights, scatter_sum, update_shards

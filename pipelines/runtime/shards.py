@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from autoddl.costmodel.distribution import Axis
 
-from .comm.layouts import ParameterLayout
+from .comm.parameter_layouts import ParameterLayout
 from .detaching import detached
 from .load import load_oneflow
 from .operations import concat_grouped, split_grouped

@@ -14,7 +14,8 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.explain.savings import savings_of
-from autoddl.pipelines.runtime.comm.layouts import expert_layouts, layout_of, linear_layouts
+from autoddl.pipelines.runtime.comm.layouts import layout_of
+from autoddl.pipelines.runtime.comm.parameter_layouts import expert_layouts, linear_layouts
 from autoddl.planfile import unpipelined_plan
 from autoddl.zoo import mlp, resolve_model
 from autoddl.zoo.layers import linear

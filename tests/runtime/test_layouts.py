@@ -15,15 +15,14 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
 from autoddl.pipelines.runtime.comm.layouts import (
     Layout,
-    are_stored_separately,
     gathered,
     group,
     layout_of,
     matrix_indices,
-    product_order,
     scattered,
     table_indices,
 )
+from autoddl.pipelines.runtime.comm.parameter_layouts import are_stored_separately, product_order
 from autoddl.pipelines.runtime.kinds.registry import parameter_layouts
 from autoddl.zoo.feedforward import mlp
 from autoddl.zoo.layers import GraphBuilder, attention, embedding, linear

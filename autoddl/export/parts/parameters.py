@@ -9,7 +9,7 @@ from typing import Any
 
 from oneflow import nn
 
-from autoddl.pipelines.runtime.comm.layouts import ParameterLayout
+from autoddl.pipelines.runtime.comm.parameter_layouts import ParameterLayout
 from autoddl.pipelines.runtime.operations import checkpoint
 from autoddl.pipelines.runtime.parameters import ParameterGroup, StoredParameter, bucketed_groups, parameter_groups
 from autoddl.pipelines.runtime.shards import attach_weights

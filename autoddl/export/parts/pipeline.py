@@ -11,7 +11,8 @@ import numpy as np
 import oneflow as flow
 
 from autoddl.pipelines.runtime.backend import HOST
-from autoddl.pipelines.runtime.comm.layouts import Layout, ParameterLayout
+from autoddl.pipelines.runtime.comm.layouts import Layout
+from autoddl.pipelines.runtime.comm.parameter_layouts import ParameterLayout
 from autoddl.pipelines.runtime.images import images_of, pixel_rows
 from autoddl.pipelines.runtime.loss_scaling import LossScaler
 from autoddl.pipelines.runtime.parameters import StoredParameter

@@ -2,8 +2,8 @@
 
 - `mesh`: `RankAxis`, an axis of a mesh of ranks, and the groups along it.
 - `collectives`: differentiable collectives along one mesh axis.
-- `layouts`: which elements of parameters and activations each rank holds.
+- `layouts`: which elements of weights and activations each rank holds; `parameter_layouts`: how it stores parameters.
 - `moves`: redistributions as statements; `moving` executes them, and `exchanging` executes exchanges.
 
-`layouts`, `mesh` and `moves` need no OneFlow. The other modules import it.
+`layouts`, `parameter_layouts`, `mesh` and `moves` need no OneFlow. The other modules import it.
 """

@@ -31,7 +31,7 @@ from autoddl.costmodel.kinds.epilogue import GATES, LOSSES
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy
 
-from ..comm.layouts import product_order
+from ..comm.parameter_layouts import product_order
 from ..kinds.attention import check_attention
 from ..statements import TARGETS, Call, Fact, LayerContext, Name, X, epilogue_function
 from .meshes import COLUMNS, weight_split

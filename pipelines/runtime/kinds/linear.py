@@ -11,7 +11,7 @@ from autoddl.costmodel.graph import Parameter
 from autoddl.costmodel.kinds.epilogue import LOSSES
 from autoddl.costmodel.kinds.linear import output_width
 
-from ..comm.layouts import are_stored_separately, product_order
+from ..comm.parameter_layouts import are_stored_separately, product_order
 from ..statements import (
     ALL_STEPS,
     RANKS,

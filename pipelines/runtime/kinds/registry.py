@@ -12,7 +12,7 @@ from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of, source_of
 from autoddl.costmodel.strategy import Strategy
 
-from ..comm.layouts import (
+from ..comm.parameter_layouts import (
     ParameterLayout,
     expert_layouts,
     feature_layouts,

@@ -22,7 +22,7 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis
 
-from ..comm.layouts import ParameterLayout
+from ..comm.parameter_layouts import ParameterLayout
 from ..load import load_oneflow
 from ..shards import update_shards
 from ..stepping import Ranks, num_bytes

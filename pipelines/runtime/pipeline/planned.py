@@ -1,7 +1,7 @@
 """The planned stages of a pipeline on this rank: stages whose layers have strategies of their own.
 
 A slot passes through a stage as a micro-batch passes through an applied plan (`..stage`), on the ranks of the stage's worker.
-Weights are this rank's shards, in the blocked layouts of `..layouts`. Weight versions and optimizers treat them as ordinary
+Weights are this rank's shards, in the blocked layouts of `..comm.layouts`. Weight versions and optimizers treat them as ordinary
 tensors, so the optimizer has to be element-wise. Gradients are summed by `.gradients`.
 """
 
@@ -17,7 +17,7 @@ from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import edge_shape, row_features
 
 from ..backend import HOST, Backend
-from ..comm.layouts import ParameterLayout
+from ..comm.parameter_layouts import ParameterLayout
 from ..load import load_oneflow
 from ..parameters import whole_value
 from ..runningstats import running_shapes

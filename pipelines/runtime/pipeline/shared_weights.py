@@ -19,7 +19,7 @@ from math import prod
 
 import numpy as np
 
-from ..comm.layouts import ParameterLayout
+from ..comm.parameter_layouts import ParameterLayout
 
 __all__ = ["Places", "WeightPiece", "weight_pieces"]
 

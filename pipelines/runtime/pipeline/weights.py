@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..backend import HOST, Backend
-from ..comm.layouts import ParameterLayout
+from ..comm.parameter_layouts import ParameterLayout
 from ..load import load_oneflow
 from ..shards import HeldWeight, gradient_shape, readable_weights
 from ..stepping import Ranks

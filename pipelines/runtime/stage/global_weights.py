@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.layouts import coarsest_mesh, common_mesh, split_dims
+from ..comm.parameter_layouts import coarsest_mesh, common_mesh, split_dims
 from ..load import load_oneflow
 from ..parameters import StoredParameter, bucketed_groups
 from .model import StoredWeight

@@ -13,7 +13,7 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
-from ..comm.layouts import ParameterLayout
+from ..comm.parameter_layouts import ParameterLayout
 from ..dropouts import check_dropouts
 from ..kinds.registry import parameter_layouts
 from ..userparameters import check_parameters, find_parameter, first_names

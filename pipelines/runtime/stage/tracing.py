@@ -15,7 +15,7 @@ from typing import Any
 from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 
-from ..comm.layouts import ParameterLayout
+from ..comm.parameter_layouts import ParameterLayout
 from ..detaching import detached
 from ..load import load_oneflow
 from ..parameters import sum_gradients
