@@ -27,23 +27,26 @@ from .cut_regions import bottleneck_cut
 __all__ = ["bottleneck_bound"]
 
 
-def bottleneck_bound(cut_graph: CutGraph, step_s: float) -> float:
+def bottleneck_bound(cut_graph: CutGraph, step_s: float, is_memory_free: bool = False) -> float:
     """Return a lower bound on the step of all plans of a setting, by the largest load of a worker.
 
     Args:
         cut_graph: The cut graph of the setting, in which each worker has one stage.
         step_s: Seconds that a step takes, approximately, to scale the prices of memory.
+        is_memory_free: Whether memory has no price, so that ways to recompute do not matter.
 
     Returns:
         The bound [s].
     """
     spec = cut_graph.setting.schedule
+    num_prices = 1 if is_memory_free else None
     weights = np.maximum.reduce(worker_loads(spec))
-    own = cut_graph.arc_costs(Bound(weights, cut_graph.price_grid(weights, step_s)))
+    own = cut_graph.arc_costs(Bound(weights, cut_graph.price_grid(weights, step_s)[:num_prices]))
     if not spec.synchronous:
         return bottleneck_cut(own)[0]
     through = fill_and_drain(spec)
-    passing = cut_graph.arc_costs(Bound(through, cut_graph.price_grid(through, step_s / spec.num_micro_batches)))
+    grid = cut_graph.price_grid(through, step_s / spec.num_micro_batches)
+    passing = cut_graph.arc_costs(Bound(through, grid[:num_prices]))
     # g(s, .), from the last stage to the first.
     least = own[-1][:, -1]
     for own_cost, passing_cost in zip(own[-2::-1], passing[-2::-1]):

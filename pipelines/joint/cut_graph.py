@@ -434,10 +434,10 @@ class CutGraph:
         """Return what every unit costs at least at every stage; arguments as :meth:`cheapest_units`.
 
         Returns:
-            Shape (stages, units); None if some layer has no strategy.
+            Shape (..., stages, units); None if some layer has no strategy.
         """
-        least = np.full((self.num_stages, self.num_units), np.inf)
-        for recompute in ways_of_units(self.recomputations):
+        least = np.full((*price.shape, self.num_units), np.inf)
+        for recompute in ways_of_units(self.recomputations) if price.any() else self._recomputations_if_memory_is_free:
             values = self._least_of_units(recompute, self._vector_weights(weights, recompute, price))
             if values is None:
                 return None

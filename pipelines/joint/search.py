@@ -7,7 +7,7 @@ with the least lower bound, until no open bound is below the incumbent:
     memory.
 2.  **Early incumbent.**  The settings with the smallest estimated steps are attempted first.
 3.  **Proof.**  The open setting with the least bound first gets sharper bounds, where these are cheaper than an attempt
-    (:mod:`.bottleneck_bound`).  It is then *attempted* (:mod:`.setting_search`).  The attempt finds a plan better than the
+    (:mod:`.bottleneck_bound`, :mod:`.capacity_bound`).  It is then *attempted* (:mod:`.setting_search`).  The attempt finds a plan better than the
     incumbent, proves that the setting has none, or ends undecided when its time slice is over.  All settings get a short attempt
     before the undecided ones get longer ones.
 
@@ -30,6 +30,7 @@ from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from ..stepgraph import Terms
 from .bottleneck_bound import bottleneck_bound
 from .bounds import balance_weights, bound_class, estimated_step_weights, least_over_cuts
+from .capacity_bound import capacity_bound
 from .configuration import recomputed_inside
 from .cut_graph import MEMORY_PRICES, Bound, CutGraph
 from .evaluation import Evaluation
@@ -47,7 +48,7 @@ _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: this many seconds after the slice.
 _LONGEST_STEP_S = 1.0
 #: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
-_MAX_EARLY_ATTEMPTS = 3
+_MAX_EARLY_ATTEMPTS = 2
 #: A setting is attempted early if its estimated step is below this multiple of the incumbent.
 _PROMISING = 1.05
 #: Number of consecutive early attempts without a better plan that ends the early attempts.
@@ -490,7 +491,7 @@ def _bound_by_links(explorer: Explorer, setting: Setting) -> float:
 
 
 def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The best of the bounds with prices on memory, by links and by loads; inf if the schedule does not exist.
+    """The best of the bounds by links, by whole units, and with prices on memory; inf if the schedule does not exist.
 
     Bounds that cannot matter once another one has reached the incumbent ``best_s`` are skipped.
     """
@@ -500,12 +501,14 @@ def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> f
     if not math.isfinite(best_s):
         return 0.0
     cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
-    bound_s = max(
-        cut_graph.least_over_all_cuts(Bound(balance_weights(setting.schedule, setting.widths)), best_s, MEMORY_PRICES),
-        _bound_by_links(explorer, setting),
-    )
-    if bound_s < best_s and cut_graph.has_one_stage_per_worker:
-        bound_s = max(bound_s, bottleneck_bound(cut_graph, best_s))
+    of_whole_units = bottleneck_bound if cut_graph.has_one_stage_per_worker else capacity_bound
+    # With free memory the ways to recompute need not be priced, which takes most of the time on rectangles seen first.
+    bound_s = max(_bound_by_links(explorer, setting), of_whole_units(cut_graph, best_s, is_memory_free=True))
+    if bound_s < best_s:
+        balance = Bound(balance_weights(setting.schedule, setting.widths))
+        bound_s = max(bound_s, cut_graph.least_over_all_cuts(balance, best_s, MEMORY_PRICES))
+    if bound_s < best_s:
+        bound_s = max(bound_s, of_whole_units(cut_graph, best_s))
     return bound_s * _ROUNDING
 
 

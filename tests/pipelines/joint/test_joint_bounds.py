@@ -24,6 +24,7 @@ from autoddl.pipelines.joint.bounds import (
     worker_loads,
     worker_paths,
 )
+from autoddl.pipelines.joint.capacity_bound import capacity_bound
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.cut_graph import MEMORY_PRICES, Bound, CutGraph
 from autoddl.pipelines.joint.cut_regions import impossible_arcs
@@ -31,6 +32,7 @@ from autoddl.pipelines.joint.explorer import Explorer
 from autoddl.pipelines.joint.memory_demand import demand_of_schedule, memory_demand_of
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.space import schedules
+from autoddl.pipelines.joint.unit_runs import UnitRuns, runs_of
 from autoddl.pipelines.schedule import Kind, Schedule
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.stepgraph import StepGraph, Terms
@@ -170,18 +172,36 @@ def test_the_balance_of_even_1f1b_by_hand() -> None:
 class _Units:
     """A cut graph whose units only have forward passes, of given seconds at each stage; shape (stages, units)."""
 
+    limit_bytes = 1.0
+
     def __init__(self, spec: PipelineSchedule, forward: np.ndarray):
         self.forward = forward
         self.num_stages, self.num_units = forward.shape
         self.terms = Terms(self.num_stages)
         self.setting = SimpleNamespace(schedule=spec, widths=(1,) * self.num_stages)
+        self.demand = SimpleNamespace(homes=homes(spec.num_workers, spec.groups, spec.num_pipelines))
         self.has_one_stage_per_worker = spec.num_workers == spec.num_stages and spec.num_pipelines == 1
 
-    def price_grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
-        return ()
+    @property
+    def runs(self) -> UnitRuns:
+        kinds = np.unique(self.forward, axis=1, return_inverse=True)[1].ravel().tolist()
+        return runs_of(kinds, np.zeros((self.num_stages - 1, self.num_units + 1)))
 
-    def cheapest_units(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return weights[self.terms.forward][:, None] * self.forward, np.zeros(0)
+    def price_grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
+        return (np.zeros(self.num_stages),)
+
+    def least_of_units(self, weights: np.ndarray, price: np.ndarray) -> np.ndarray:
+        least = weights[self.terms.forward][:, None] * self.forward
+        return np.broadcast_to(least, (*price.shape, self.num_units))
+
+    def least_transfers_at(self, boundary: int) -> np.ndarray:
+        return np.zeros(self.num_units + 1)
+
+    def all_times(self) -> Iterator[np.ndarray]:
+        """Yield the seconds of the stages of every cut."""
+        for inner in combinations(range(1, self.num_units), self.num_stages - 1):
+            ends = (0, *inner, self.num_units)
+            yield np.array([self.forward[s, ends[s] : ends[s + 1]].sum() for s in range(self.num_stages)])
 
     def arc_costs(self, bound: Bound) -> list[np.ndarray]:
         sums = np.concatenate([np.zeros((self.num_stages, 1)), np.cumsum(self.forward, axis=1)], axis=1)
@@ -201,18 +221,54 @@ def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) 
     dice, compared = np.random.default_rng(seed), 0
     for spec, _ in every_schedule(depth, count):
         forward = dice.integers(1, 9, (spec.num_stages, spec.num_stages + further)).astype(float)
-        cut_graph, stages = _Units(spec, forward), range(spec.num_stages)
+        cut_graph = _Units(spec, forward)
         if not cut_graph.has_one_stage_per_worker:
             continue
         paths = [path[cut_graph.terms.forward] for path in worker_paths(spec)]
-        least = np.inf
-        for inner in combinations(range(1, cut_graph.num_units), spec.num_stages - 1):
-            ends = (0, *inner, cut_graph.num_units)
-            times = np.array([forward[stage, ends[stage] : ends[stage + 1]].sum() for stage in stages])
-            least = min(least, max(float(path @ times) for path in paths))
+        least = min(max(float(path @ times) for path in paths) for times in cut_graph.all_times())
         assert bottleneck_bound(cut_graph, least) == pytest.approx(least, rel=1e-12), spec
         compared += 1
     assert compared >= 4
+
+
+@pytest.mark.parametrize(("depth", "count"), [(2, 1), (2, 5), (3, 4), (4, 8)])
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 5))
+def test_capacities_are_below_all_cuts(depth: int, count: int, seed: int, further: int) -> None:
+    """No cut, of all enumerated, has a largest load of a worker, with fill and drain, below the bound."""
+    dice, compared = np.random.default_rng(seed), 0
+    for spec, _ in every_schedule(depth, count):
+        num_units = min(spec.num_stages + further, 12)
+        if num_units < spec.num_stages + 2:
+            continue
+        forward = dice.integers(1, 9, (spec.num_stages, num_units)).astype(float)
+        forward[:, 2:-1] = forward[:, 1:2]  # equal units between the first and the last one
+        cut_graph = _Units(spec, forward)
+        if cut_graph.has_one_stage_per_worker:
+            continue
+        paths = [path[cut_graph.terms.forward] for path in worker_paths(spec)]
+        least = min(max(float(path @ times) for path in paths) for times in cut_graph.all_times())
+        assert capacity_bound(cut_graph, 2 * least) <= least * (1 + 1e-9), spec
+        compared += 1
+    assert compared
+
+
+def test_the_capacities_of_two_workers_by_hand() -> None:
+    """9 units of 1 s and 4 micro-batches; worker 0 has the stages 0 and 2, and so the first unit, worker 1 has the last one.
+
+    Of the 7 units between them, 4 on worker 0 take it 4 (1 + 4) = 20 s; the 3 others, the last one, and the unit that the first
+    micro-batch passes before, take worker 1 4 (1 + 3) + 1 = 17 s.  3 and 4 take 16 and 21 s.  So a step takes 20 s at least.
+    Divided units would take 18.5 s: 3.625 on worker 0, and 3.375 on worker 1.
+    """
+    spec = PipelineSchedule("grouped-gpipe", 2, 4, (("groups", 2),), groups=2)
+    assert spec.num_stages == 4
+    cut_graph = _Units(spec, np.ones((4, 9)))
+    assert capacity_bound(cut_graph, 100.0) == pytest.approx(20.0, rel=1e-5)
+    assert capacity_bound(cut_graph, 19.0) == 19.0
+    # Chimera: both workers compute all stages, so that the bound is the work of all: (4 / 2) 9.
+    chimera = PipelineSchedule("chimera", 2, 4, (("concatenation", "direct"), ("num_pipelines", 2)), num_pipelines=2)
+    both = _Units(chimera, np.ones((2, 9)))
+    assert capacity_bound(both, 100.0) == pytest.approx(18.0, rel=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
