@@ -7,9 +7,9 @@ with the least lower bound, until no open bound is below the incumbent:
     memory.
 2.  **Early incumbent.**  The settings with the smallest estimated steps are attempted first.
 3.  **Proof.**  The open setting with the least bound first gets sharper bounds, where these are cheaper than an attempt
-    (:mod:`.bottleneck_bound`, :mod:`.capacity_bound`).  It is then *attempted* (:mod:`.setting_search`).  The attempt finds a plan better than the
-    incumbent, proves that the setting has none, or ends undecided when its time slice is over.  All settings get a short attempt
-    before the undecided ones get longer ones.
+    (:mod:`.bottleneck_bound`, :mod:`.capacity_bound`).  It is then *attempted* (:mod:`.setting_search`).  The attempt finds a plan
+    better than the incumbent, proves that the setting has none, or ends undecided when its time slice is over.  All settings get a
+    short attempt before the undecided ones get longer ones.
 
 When all open bounds are at or above the incumbent, the incumbent is optimal over the space of :mod:`.space`.  If the time limit or
 a stop ends the search earlier, the least open bound is a lower bound on the optimum.
