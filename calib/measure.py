@@ -4,11 +4,10 @@ Every rank of a job calls :func:`measure_job` and makes the same calls in the sa
 
     wait for this rank's device; wait for all ranks; sleep; t0; the operation; wait for this rank's device; t1
 
-and its time is that of the slowest rank.  A collective counts from the last t0 of a group to its last t1, in the slowest group:
-that of all other repetitions, so that none is chosen because this one took long.  (Now and then another group is slower, which a
-step does not always wait for.  How ranks wait for devices: :mod:`autoddl.pipelines.runtime.timing`.)  On GPUs the operation is
-called several times, one call after the other, and the mean counts: waiting would dominate the time of a small one, and a step
-launches kernels without waiting for each.
+and its time is that of the slowest rank.  A collective counts from the last t0 of a group to its last t1, in the slowest group: the
+next layer of a step communicates along another axis, whose groups have a rank of each and wait for it.  (How ranks wait for
+devices: :mod:`autoddl.pipelines.runtime.timing`.)  On GPUs the operation is called several times, one call after the other, and the
+mean counts: waiting would dominate the time of a small one, and a step launches kernels without waiting for each.
 
 CPU ranks begin collectives apart, each after a random sleep, since they do so in a step, where each comes from its own computation.
 It matters: the ranks of OneFlow request data over the connection that carries the data.  If two ranks exchange, and one has to send
@@ -281,14 +280,13 @@ class SharedClock:
         Args:
             run: what to time.
             repetitions: their number.
-            groups: the ranks that communicate with each other; the slowest group counts (:func:`seconds_of_slowest`).  By default
-                each rank is alone, and the slowest one of each repetition counts.
+            groups: the ranks that communicate with each other; the slowest group of each call counts.  By default each rank is
+                alone.
             calls: number of calls of a repetition, which is their mean.
             apart_s: in each call, each rank begins up to so much later than all have met.
         """
         spans = self._spans(run, repetitions * calls + 1, apart_s)[:, 1:]
-        seconds = self._seconds(spans, groups).reshape(-1, repetitions, calls).mean(axis=2)
-        return seconds.max(axis=0) if groups is None else seconds_of_slowest(seconds)
+        return self._seconds(spans, groups).max(axis=0).reshape(repetitions, calls).mean(axis=1)
 
     def warm_up(self, run: Callable[[], Any]) -> int:
         """Repeat until the times of the slowest rank settle; returns the number of windows.  Every rank calls.
@@ -337,24 +335,6 @@ def seconds_of_groups(spans: np.ndarray, groups: Sequence[Sequence[int]] | None 
     alone = [(rank,) for rank in range(len(spans))]
     ends, begins = ([spans[list(group), k].max(axis=0) for group in groups or alone] for k in (1, 0))
     return np.array(ends) - np.array(begins)
-
-
-def seconds_of_slowest(seconds: np.ndarray) -> np.ndarray:
-    """Return the seconds of the slowest group: in each repetition, of the group that is the slowest in all others.
-
-    A group that was chosen by the same times would seem slower than it is, if groups are alike and their times vary.  A single
-    repetition has no others: its slowest group counts.
-
-    Args:
-        seconds: of each group in each repetition; shape (groups, repetitions).
-
-    >>> seconds_of_slowest(np.array([[1.0, 1.0, 4.0], [2.0, 2.0, 2.0]])).tolist()
-    [1.0, 1.0, 2.0]
-    """
-    if seconds.shape[1] == 1:
-        return seconds.max(axis=0)
-    others = seconds.sum(axis=1, keepdims=True) - seconds
-    return np.take_along_axis(seconds, others.argmax(axis=0)[None], axis=0)[0]
 
 
 def foreign_share(readings: np.ndarray, machines: Sequence[int], num_cores: int) -> float:

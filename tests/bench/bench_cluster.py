@@ -23,11 +23,11 @@ import argparse
 from pathlib import Path
 
 from cluster_calibration import calibration
-from cluster_common import ClusterSize, links_available, parse_link
+from cluster_common import ClusterSize, cluster_available, parse_link
 from cluster_faults import faults
 from cluster_pipelines import pipelines
 from cluster_plans import plans
-from cluster_slow import slow
+from cluster_slow import SLOWED, slow
 from cluster_ways import ways
 
 EXPERIMENTS = ("calibration", "ways", "plans", "pipelines", "slow", "faults")
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="4KiB:4MiB", help="message sizes of a calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="ways, plans: a cluster file, in place of a calibration")
     parser.add_argument("--only", default="", metavar="TEXT", help="ways, slow, faults: models whose name holds it")
+    parser.add_argument("--slowed", choices=SLOWED, help="slow: what is slow (first a wire, then a host)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="ways: draw the times to this file")
     parser.add_argument("--rounds", type=int, default=5, help="ways, plans, slow: interleaved rounds (%(default)s)")
     parser.add_argument(
@@ -57,7 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
     hosts, ranks = map(int, arguments.cluster.split("x"))
     size = ClusterSize(hosts, ranks, parse_link(arguments.wire), parse_link(arguments.inside))
-    if not (available := links_available("sshd", "ssh", "ssh-keygen")):
+    if not (available := cluster_available()):
         print(f"left out: {available.reason}")
         return
     for experiment in EXPERIMENTS if arguments.experiment is None else (arguments.experiment,):
@@ -77,7 +78,8 @@ def run_experiment(experiment: str, size: ClusterSize, arguments: argparse.Names
         numbers = arguments.forward, arguments.boundary, arguments.gradients, arguments.repeats
         pipelines(size, arguments.budget, *numbers)
     elif experiment == "slow":
-        slow(size, arguments.only, arguments.budget, arguments.sizes, arguments.rounds, arguments.steps)
+        slowed = SLOWED if arguments.slowed is None else (arguments.slowed,)
+        slow(size, arguments.only, slowed, arguments.budget, arguments.sizes, arguments.rounds, arguments.steps)
     else:
         faults(size, arguments.only, arguments.budget, arguments.sizes, arguments.cut)
 

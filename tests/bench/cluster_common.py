@@ -15,9 +15,8 @@ from autoddl.text.tables import Column, Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from cluster.emulated import ClusterSize, EmulatedCluster, emulated
+from cluster.emulated import ClusterSize, EmulatedCluster, cluster_available, emulated
 from cluster.links import Link, parse_link
-from cluster.namespaces import links_available
 
 __all__ = [
     "ClusterSize",
@@ -25,8 +24,8 @@ __all__ = [
     "Link",
     "agreement",
     "calibrated",
+    "cluster_available",
     "launch_words",
-    "links_available",
     "parse_link",
     "run",
     "show",

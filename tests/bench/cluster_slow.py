@@ -5,6 +5,7 @@ Each cluster is calibrated. The plan for the cluster as it was, and the plan for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster_common import ClusterSize, Link, calibrated, show, started
@@ -15,8 +16,10 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.units import format_seconds
 
-__all__ = ["slow"]
+__all__ = ["SLOWED", "slow"]
 
+#: What can be slow.
+SLOWED = ("wire", "host")
 #: CPU quota of the slow host; its ranks share it, and poll while they wait.
 SLOW_CORES = 0.5
 HEADINGS = (
@@ -32,18 +35,19 @@ HEADINGS = (
 )
 
 
-def slow(size: ClusterSize, only: str, budget_s: float, sizes: str, rounds: int, steps: int) -> None:
-    """Compare plans of the first model whose name holds a text: as the cluster was, with a slow wire, and with a slow host."""
+def slow(
+    size: ClusterSize, only: str, slowed: Sequence[str], budget_s: float, sizes: str, rounds: int, steps: int
+) -> None:
+    """Compare plans of the first model whose name holds a text: as the cluster was, and with what is ``slowed``."""
     last = size.hosts[-1]
     slow_wire = Link(size.wire.bandwidth / 10, size.wire.latency_s)
-    changed = (
-        ("as it was", size),
-        ("a slow wire", replace(size, other_wires={last: slow_wire})),
-        ("a slow host", replace(size, cores={last: SLOW_CORES})),
-    )
+    changed = {
+        "wire": (replace(size, other_wires={last: slow_wire}), f"{last} at a tenth"),
+        "host": (replace(size, cores={last: SLOW_CORES}), f"{last} with {SLOW_CORES} cores"),
+    }
     case = next(each for each in CASES if only in each.name)
     rows, before = [], None
-    for cluster_name, now in changed:
+    for cluster_name, now in (("as it was", size), *((f"a slow {what}", changed[what][0]) for what in slowed)):
         with started(now) as (cluster, folder):
             path = calibrated(cluster, folder, budget_s, sizes)
             here = load_cluster(path)
@@ -71,5 +75,5 @@ def slow(size: ClusterSize, only: str, budget_s: float, sizes: str, rounds: int,
                         f"{seconds / own:.2f}x",
                     )
                 )
-    slowed = f"slow wire: {last} at a tenth, slow host: {last} with {SLOW_CORES} cores"
-    show(f"{case.name}, batch {case.batch}: {size.described()}; {slowed}", HEADINGS, rows, 2)
+    how = ", ".join(f"slow {what}: {changed[what][1]}" for what in slowed)
+    show(f"{case.name}, batch {case.batch}: {size.described()}; {how}", HEADINGS, rows, 2)

@@ -18,12 +18,11 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.collectives import Collective
 from autoddl.pipelines.runtime.load import is_available
 
-from ..cluster.emulated import ClusterSize, EmulatedCluster, emulated
+from ..cluster.emulated import ClusterSize, EmulatedCluster, cluster_available, emulated
 from ..cluster.links import parse_link
-from ..cluster.namespaces import links_available
 from ..processes import PATIENCE_S, START
 
-AVAILABLE, LINKS = is_available(), links_available("sshd", "ssh", "ssh-keygen")
+AVAILABLE, LINKS = is_available(), cluster_available()
 pytestmark = [
     pytest.mark.ranks("launches"),
     pytest.mark.skipif(not AVAILABLE, reason=AVAILABLE.reason),

@@ -19,7 +19,7 @@ from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.devices import shapes_on
 from autoddl.calib.hosts import Hosts
-from autoddl.calib.measure import SharedClock, _precedence, foreign_share, seconds_of_groups, seconds_of_slowest
+from autoddl.calib.measure import SharedClock, _precedence, foreign_share, seconds_of_groups
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.calib.settings import TimedSetting, settings_of
 from autoddl.costmodel.cluster import load_cluster
@@ -86,33 +86,15 @@ class _ClockOfSpans(SharedClock):
         return seconds_of_groups(self._all[:, :, -spans.shape[1] :], groups)
 
 
-def test_the_group_counts_that_is_the_slowest_in_other_repetitions():
+def test_the_slowest_group_of_each_call_counts():
     """Two repetitions of two calls, after one that does not count: groups (0, 2) and (1, 3) take 2, 4, 5, 3 and 3, 3, 1, 1.
 
-    Their means are 3, 4 and 3, 1.  The first group is the slower one in the second repetition, so it counts in the first one; there
-    both take 3, and the first one counts again.  If each rank is alone, rank 0 takes 2, 4, 5, 3, the others 1, 1, 1, 1, and 9 in
-    the call that does not count.
+    The slowest ones take 3, 4, 5, 3, whose means are 3.5 and 4.  If each rank is alone, too: they begin at 0.
     """
     in_groups = np.array([[9.0, 2.0, 4.0, 5.0, 3.0], [9.0, 3.0, 3.0, 1.0, 1.0]])
     clock = _ClockOfSpans(np.zeros((4, 5)), in_groups[[0, 1, 0, 1]])
-    assert clock.time(lambda: None, 2, [(0, 2), (1, 3)], calls=2).tolist() == [3.0, 4.0]
-    # The slowest rank of each repetition: (2 + 4) / 2 or (3 + 3) / 2, and (5 + 3) / 2 or (1 + 1) / 2.
-    assert clock.time(lambda: None, 2, calls=2).tolist() == [3.0, 4.0]
-
-
-def test_times_of_groups_that_are_alike_are_not_those_of_the_unlucky_one():
-    """4,000 blocks of three repetitions of two groups of mean 1: the mean is 1.  That of the group with the larger mean of each
-    block is greater by 1 / sqrt(pi) times the deviation of such a mean, 0.3 / sqrt(3): 1.098.  A group that is slower counts."""
-    draws = np.random.default_rng(0).normal(1.0, 0.3, size=(4000, 2, 3))
-    assert np.mean([seconds_of_slowest(block) for block in draws]) == pytest.approx(1.0, abs=0.01)
-    assert np.mean([block[block.mean(axis=1).argmax()] for block in draws]) == pytest.approx(1.098, abs=0.01)
-    draws[:, 1] += 2.0
-    assert np.mean([seconds_of_slowest(block) for block in draws]) == pytest.approx(3.0, abs=0.01)
-
-
-@pytest.mark.parametrize("one", [[[1.0], [2.0]], [[2.0], [1.0]]])
-def test_of_a_single_repetition_the_slowest_group_counts(one):
-    assert seconds_of_slowest(np.array(one)).tolist() == [2.0]
+    assert clock.time(lambda: None, 2, [(0, 2), (1, 3)], calls=2).tolist() == [3.5, 4.0]
+    assert clock.time(lambda: None, 2, calls=2).tolist() == [3.5, 4.0]
 
 
 def test_settings_cover_every_axis():

@@ -16,9 +16,8 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from cluster.emulated import ClusterSize, emulated, pairs
+from cluster.emulated import ClusterSize, cluster_available, emulated, pairs
 from cluster.links import parse_link
-from cluster.namespaces import links_available
 
 
 def main() -> int:
@@ -42,7 +41,7 @@ def main() -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         parser.error("the command is missing: give it after --")
-    if not (available := links_available("sshd", "ssh", "ssh-keygen")):
+    if not (available := cluster_available()):
         parser.error(available.reason)
     try:
         size = ClusterSize(

@@ -8,10 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autoddl.pipelines.runtime.availability import Availability
+
 from .links import UNLIMITED, Link
+from .namespaces import links_available
+from .polling import COMPILER, polling_environment
 from .ssh import SshHosts
 
-__all__ = ["ClusterSize", "EmulatedCluster", "emulated"]
+__all__ = ["ClusterSize", "EmulatedCluster", "cluster_available", "emulated"]
 
 #: Period of the CPU quota [us]: short beside a step, so that a slow host computes slowly rather than in bursts.
 _PERIOD_US = 5000
@@ -60,6 +64,11 @@ class ClusterSize:
         return ", ".join([f"{self.num_hosts} hosts x {self.ranks_per_host} ranks", wires, *others, *slow])
 
 
+def cluster_available() -> Availability:
+    """Whether clusters can be emulated here."""
+    return links_available("sshd", "ssh", "ssh-keygen", COMPILER)
+
+
 def shown(link: Link) -> str:
     """A link in words.
 
@@ -84,7 +93,11 @@ class EmulatedCluster(SshHosts):
         loopbacks = {name: size.loopback for name in size.hosts} if size.loopback.is_limited else {}
         names = ["login", *size.hosts]
         super().__init__(
-            folder, names, wires=wires if any(link.is_limited for link in wires.values()) else {}, loopbacks=loopbacks
+            folder,
+            names,
+            wires=wires if any(link.is_limited for link in wires.values()) else {},
+            loopbacks=loopbacks,
+            environment=polling_environment(folder),
         )
         self.size = size
         for name, cores in size.cores.items():

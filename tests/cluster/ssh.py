@@ -16,7 +16,13 @@ SSHD = "/usr/sbin/sshd"
 
 
 class SshHosts(Hosts):
-    """Hosts that login reaches by ``ssh``; of ``refusing`` the key is not the one that they accept."""
+    """Hosts that login reaches by ``ssh``.
+
+    Args:
+        folder, names, wires, loopbacks: see `Hosts`.
+        refusing: hosts that accept another key than login's.
+        environment: variables of the processes that ssh starts.
+    """
 
     def __init__(
         self,
@@ -25,8 +31,10 @@ class SshHosts(Hosts):
         refusing: Sequence[str] = (),
         wires: Mapping[str, Link] | None = None,
         loopbacks: Mapping[str, Link] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder, names, wires, loopbacks)
+        self._environment = dict(environment or {})
         for key in ("user", "other"):
             _make_key(folder / key)
         known = []
@@ -51,9 +59,11 @@ class SshHosts(Hosts):
         self.run(name, "mount", "-t", "tmpfs", "none", "/run")
         self.run(name, "mkdir", "/run/sshd")
         config = self.folder / f"sshd_{name}.conf"
+        variables = "".join(f" {variable}={value}" for variable, value in self._environment.items())
         config.write_text(
             f"ListenAddress {self.addresses[name]}\nHostKey {key}\nAuthorizedKeysFile {authorized}\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin yes\nPidFile none\n"
+            + (f"SetEnv{variables}\n" if variables else "")
         )
         log = self.folder / f"sshd_{name}.log"
         self.start(name, SSHD, "-D", "-e", "-f", str(config), log=log)

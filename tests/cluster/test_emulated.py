@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from ..processes import PATIENCE_S
-from .emulated import ClusterSize, EmulatedCluster, emulated
+from .emulated import ClusterSize, EmulatedCluster, cluster_available, emulated
 from .ending import processes_in
 from .links import parse_link
-from .namespaces import links_available
 
-AVAILABLE = links_available("sshd", "ssh", "ssh-keygen")
+AVAILABLE = cluster_available()
 pytestmark = [
     pytest.mark.ranks("launches"),
     pytest.mark.skipif(not AVAILABLE, reason=AVAILABLE.reason),
@@ -133,6 +133,22 @@ def test_what_ssh_starts_on_a_slow_host_has_its_quota(cluster):
         cluster.command("login", *cluster.ssh.split(), "host1", show), capture_output=True, text=True
     )
     assert other.returncode == 0 and "cluster-" not in other.stdout
+
+
+POLL = """
+import os, resource
+before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+for _ in range(1000):
+    os.sched_yield()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before)
+"""
+
+
+def test_threads_that_poll_on_a_host_sleep(cluster):
+    """The kernel counts how often a process gave up its core to sleep; a yield alone is no sleep."""
+    words = [*cluster.ssh.split(), "host1", shlex.join([sys.executable, "-c", POLL])]
+    assert int(cluster.run("login", *words)) >= 1000
+    assert int(cluster.run("login", sys.executable, "-c", POLL)) < 100
 
 
 MAKER = f"""
