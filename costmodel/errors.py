@@ -6,10 +6,12 @@ import re
 
 from .limits import MAX_SHOWN, MAX_SHOWN_EACH
 
-__all__ = ["UserError", "one_line", "printable", "quote", "shortened"]
+__all__ = ["UserError", "one_line", "printable", "quote", "shortened", "without_colors"]
 
 #: User input in a message: quoted text, and words longer than any word of our messages.
 _INPUT = re.compile(r"(?<!\w)'.*?'(?!\w)|(?<!\w)\".*?\"(?!\w)|\S{32,}")
+#: Escape sequences for colors on a terminal, as in OneFlow's messages.
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 #: Characters of a whole message; the longest one lists all models.
 _LONGEST_MESSAGE = 1200
 
@@ -48,6 +50,15 @@ def printable(message: str) -> str:
     """Bring a message onto one line: control characters escaped, at most 1,200 characters."""
     characters = (c if c.isprintable() or c.isspace() else repr(c)[1:-1] for c in message)
     return shortened(" ".join("".join(characters).split()), _LONGEST_MESSAGE)
+
+
+def without_colors(message: str) -> str:
+    """Take the colors of a terminal out of a message.
+
+    >>> without_colors("\\x1b[1mError\\x1b[0m: no GPU")
+    'Error: no GPU'
+    """
+    return _COLORS.sub("", message)
 
 
 def one_line(message: str) -> str:

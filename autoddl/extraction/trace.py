@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, without_colors
 from autoddl.pipelines.runtime.load import load_oneflow
 
 from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, is_free_name, lookup_arguments
@@ -26,8 +26,6 @@ __all__ = ["trace"]
 
 #: Attribute of the lazy graph that holds the traced module.  OneFlow's module paths begin with this name.
 _ROOT = "traced"
-#: Escape sequences for terminal colors in OneFlow's messages.
-_COLOR_CODES = re.compile("\x1b\\[[0-9;]*m")
 #: OneFlow's messages for a forward pass that reads the value of a tensor, which does not exist during lazy tracing.
 _VALUE_READ = re.compile(r"not allowed to be called in nn\.Graph|Only eager scalar tensor")
 #: Files that are not the user's code: installed packages, this package, and code that is in no file.
@@ -314,7 +312,7 @@ def describe(error: BaseException) -> str:
     The first line of an OneFlow message states the fault, often with nothing but two numbers.  The lines of OneFlow's own stack
     follow.  The name of the innermost function on this stack is therefore added to the message.
     """
-    lines = [_COLOR_CODES.sub("", line).strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in without_colors(str(error)).splitlines()]
     lines = [line for line in lines if line]
     text = lines[0].removeprefix("Error: ")[:_MAX_MESSAGE_LENGTH] if lines else ""
     if _VALUE_READ.search(text):

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.errors import without_colors
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.zoo.builtin import BuiltIn
@@ -116,7 +117,7 @@ def main() -> None:
             slowest = float(exchange(np.array([seconds])).max())
             nums[way.name] = max(specification.steps, math.ceil(specification.turn_s / slowest))
         except Exception as error:
-            results[way.name].fault = f"{type(error).__name__}: {error}".splitlines()[0]
+            results[way.name].fault = without_colors(f"{type(error).__name__}: {error}").splitlines()[0]
     join, wait = flow._oneflow_internal.eager.ClusterSync, flow._oneflow_internal.eager.Sync
     for number in range(specification.rounds):
         names = list(steps)

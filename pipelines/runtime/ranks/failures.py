@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, without_colors
 
 __all__ = [
     "FailureKind",
@@ -172,20 +172,16 @@ def last_position(dump: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    lines = _without_colours(text).strip().splitlines()
+    lines = without_colors(text).strip().splitlines()
     return lines[0].strip() if lines else ""
 
 
 def _last_error_line(log_tail: str) -> str:
     """Return the last line of a log that reports an error. C++ prints its error before faulthandler adds a stack."""
-    lines = [line.strip() for line in _without_colours(log_tail).splitlines()]
+    lines = [line.strip() for line in without_colors(log_tail).splitlines()]
     errors = [line for line in lines if re.search(r"Check failed|Error|error:|what\(\):", line)]
     errors = [line for line in errors if not line.startswith("Fatal Python error")]
     return errors[-1][:300] if errors else ""
-
-
-def _without_colours(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def _signal_name(number: int) -> str:
