@@ -20,7 +20,7 @@ __all__ = ["SLOWED", "slow"]
 
 #: What can be slow.
 SLOWED = ("wire", "host")
-#: CPU quota of the slow host; its ranks share it, and poll while they wait.
+#: CPU quota of the slow host, which its ranks share.
 SLOW_CORES = 0.5
 HEADINGS = (
     "cluster",

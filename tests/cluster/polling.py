@@ -3,7 +3,7 @@
 While a rank of OneFlow waits for a message, threads of it ask again and again whether it has come, and call ``sched_yield`` in
 between. On a host of its own that takes cores which nobody needs. Here all hosts share the cores of one machine: the threads of
 ranks that wait take them from ranks that compute, and from threads that carry messages. In processes with this library,
-``sched_yield`` sleeps for 50 us: a thread that waits takes a tenth of a core, and notices a message that much later.
+``sched_yield`` sleeps for 50 us: a thread that waits takes a tenth of a core, and notices a message up to so much later.
 """
 
 from __future__ import annotations

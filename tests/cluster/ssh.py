@@ -34,7 +34,6 @@ class SshHosts(Hosts):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder, names, wires, loopbacks)
-        self._environment = dict(environment or {})
         for key in ("user", "other"):
             _make_key(folder / key)
         known = []
@@ -42,7 +41,7 @@ class SshHosts(Hosts):
             key = folder / f"host_{name}"
             _make_key(key)
             known.append(f"{name} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}")
-            self._start_sshd(name, key, folder / ("other.pub" if name in refusing else "user.pub"))
+            self._start_sshd(name, key, folder / ("other.pub" if name in refusing else "user.pub"), environment or {})
         (folder / "known_hosts").write_text("\n".join([*known, ""]))
         config = folder / "ssh_config"
         config.write_text(
@@ -55,11 +54,11 @@ class SshHosts(Hosts):
         """Of a launch on these hosts."""
         return ["--ssh", self.ssh, "--hosts", ",".join(names), "--log-dir", "logs"]
 
-    def _start_sshd(self, name: str, key: Path, authorized: Path) -> None:
+    def _start_sshd(self, name: str, key: Path, authorized: Path, environment: Mapping[str, str]) -> None:
         self.run(name, "mount", "-t", "tmpfs", "none", "/run")
         self.run(name, "mkdir", "/run/sshd")
         config = self.folder / f"sshd_{name}.conf"
-        variables = "".join(f" {variable}={value}" for variable, value in self._environment.items())
+        variables = "".join(f" {variable}={value}" for variable, value in environment.items())
         config.write_text(
             f"ListenAddress {self.addresses[name]}\nHostKey {key}\nAuthorizedKeysFile {authorized}\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin yes\nPidFile none\n"
