@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -75,6 +75,10 @@ class OptionPrices:
             np.concatenate((self.buffer_fixed, other.buffer_fixed)),
             np.concatenate((self.buffer_slope, other.buffer_slope)),
         )
+
+    def of_options(self, selected: slice) -> OptionPrices:
+        """The prices of some of the options."""
+        return OptionPrices(**{field.name: getattr(self, field.name)[..., selected] for field in fields(self)})
 
     def of_one_block(self, num_blocks: int) -> OptionPrices:
         """The prices of a layer whose activations and gathered weights exist for one of ``num_blocks`` blocks at a time."""

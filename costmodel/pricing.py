@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from .cluster import Cluster
 from .collectives import Step
 from .distribution import RowsAndFeatures, is_tiled, row_slices
 from .errors import UserError
-from .graph import Layer, LayerGraph
+from .graph import Layer, LayerGraph, Place
 from .graph_meshes import EAGER
 from .layerwork import repeats_redistributions
 from .layoutprices import LayoutPrices
@@ -49,6 +51,7 @@ __all__ = [
     "edge_shape",
     "edge_steps",
     "moved_shape",
+    "price_together",
 ]
 
 
@@ -126,6 +129,16 @@ def edge_steps(
     return steps(route, samples * producer.output_elements * workload.itemsize)
 
 
+class _LayerKey(NamedTuple):
+    """What the prices of a layer at the options of its variable depend on, besides the cluster."""
+
+    signature: Hashable
+    place: Place
+    is_swapped: bool
+    workload: Workload
+    option_set: OptionSet
+
+
 class PriceBook:
     """Costs of a graph on a cluster, for every number of micro-batches.
 
@@ -134,7 +147,7 @@ class PriceBook:
         workload: precision, optimizer and recomputation; :meth:`problem` replaces its batch and micro-batch.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
-        share_with: another book of the same graph and cluster, whose cached prices this one shares.
+        share_with: another book of the same cluster, whose option sets and cached prices this one shares.
         allowed: the allowed strategies, without sharding and regathering (:attr:`.Strategy.plain`); None allows all.
         executor: one of :data:`.graph_meshes.EXECUTORS`, or a restricted one; layers have only strategies that it can execute.
         exposure: the part of the gradients' all-reduces that the costs of problems count.
@@ -173,16 +186,18 @@ class PriceBook:
             and (share_with.untied, share_with.offer) == (untied, self.offer)
             else None
         )
+        self._option_sets: dict[Offer, dict[object, OptionSet]] = share_with._option_sets if share_with else {}
+        known = self._option_sets.setdefault(self.offer, {})
         self.variables: tuple[Variable, ...] = (
-            twin.variables if twin else variables_of(graph, cluster, untied, self.offer)
+            twin.variables if twin else variables_of(graph, cluster, untied, self.offer, known)
         )
         self._prices: dict[object, OptionPrices] = {}
         self._growing: dict[tuple[int, int], bool] = {}
-        self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
+        self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = share_with._narrowed if share_with else {}
         self._working: dict[int, list[int]] = twin._working if twin else {}  # valid micro-batches of each batch
         # These prices do not depend on ties or recomputation: books that share prices (`share_with`) have them in common.
         self._moves: LayoutPrices = share_with._moves if share_with else LayoutPrices(cluster)
-        self._layer_prices: dict[object, OptionPrices] = share_with._layer_prices if share_with else {}
+        self._layer_prices: dict[_LayerKey, OptionPrices] = share_with._layer_prices if share_with else {}
 
     @property
     def may_shrink(self) -> bool:
@@ -242,16 +257,35 @@ class PriceBook:
         return self._prices[whole]
 
     def _price_layer(self, layer: Layer, variable: Variable) -> OptionPrices:
+        key = self._key(layer, variable)
+        if key not in self._layer_prices:
+            strategies = variable.strategies(layer.name)
+            self._layer_prices[key] = price_layer(layer, strategies, self.cluster, self.workload, key.place)
+        prices = self._layer_prices[key]
+        repetitions = self.graph.place(layer.name, self.workload.recompute).repetitions
+        return prices if repetitions < 2 else prices.of_one_block(repetitions)
+
+    def _key(self, layer: Layer, variable: Variable) -> _LayerKey:
         place = self.graph.place(layer.name, self.workload.recompute)
         # The place says what ``blocks:K`` recomputes.  The number of repetitions only divides the bytes of one block.
         alone = replace(place, repetitions=min(place.repetitions, 1))
-        workload = replace(self.workload, batch=1, micro_batch=1, recompute=word_of(self.workload.recompute))
-        key = (layer.signature(), alone, layer.name in variable.swapped, variable.options, workload)
-        if key not in self._layer_prices:
-            strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
-            self._layer_prices[key] = price_layer(layer, strategies, self.cluster, self.workload, alone)
-        prices = self._layer_prices[key]
-        return prices if place.repetitions < 2 else prices.of_one_block(place.repetitions)
+        return _LayerKey(
+            layer.signature(), alone, layer.name in variable.swapped, self._workload_of_key, variable.option_set
+        )
+
+    @cached_property
+    def _workload_of_key(self) -> Workload:
+        """The workload without what the prices of a layer do not depend on."""
+        return replace(self.workload, batch=1, micro_batch=1, recompute=word_of(self.workload.recompute))
+
+    def _unpriced(self) -> Iterator[tuple[_LayerKey, Layer, Variable]]:
+        """The layers that have no prices yet, each with its variable."""
+        for variable in self.variables:
+            for name in variable.layers:
+                layer = self.graph[name]
+                key = self._key(layer, variable)
+                if key not in self._layer_prices:
+                    yield key, layer, variable
 
     def space_size(self, micro_batch: int) -> int:
         """The number of assignments of strategies that divide a micro-batch, with those of Summa if the book has them."""
@@ -451,3 +485,30 @@ class PriceBook:
                 known[key] = ClassCosts(np.asarray(between), rows, cols)
             edges.append(Edge(i, j, known[key]))
         return tuple(edges)
+
+
+def price_together(books: Iterable[PriceBook], check: Callable[[], None]) -> None:
+    """Compute the prices of the layers of several books, those of equal layers at once.
+
+    Numpy operations on the strategies of a layer on many rectangles of devices take little longer than on one rectangle.
+
+    Args:
+        books: books for clusters with the same links and devices, which may differ in their sizes.
+        check: called before each layer; what it raises ends the computation, and the prices known by then are kept.
+    """
+    # Equal layers on the same network levels, by their options.
+    wanted: dict[object, dict[OptionSet, tuple[PriceBook, _LayerKey, Layer, Variable]]] = {}
+    for book in books:
+        levels = tuple(level.name for level in book.cluster.levels)
+        for key, layer, variable in book._unpriced():
+            wanted.setdefault((levels, key[:-1]), {})[key.option_set] = book, key, layer, variable
+    for equal in wanted.values():
+        check()
+        books_and_keys = [(book, key) for book, key, _, _ in equal.values()]
+        strategies = [variable.strategies(layer.name) for _, _, layer, variable in equal.values()]
+        book, key, layer, _ = next(iter(equal.values()))
+        prices = price_layer(layer, list(chain(*strategies)), book.cluster, book.workload, key.place)
+        first = 0
+        for (book, key), own in zip(books_and_keys, strategies):
+            book._layer_prices[key] = prices.of_options(slice(first, first + len(own)))
+            first += len(own)

@@ -110,6 +110,10 @@ class Variable:
         """The strategies of the first layer."""
         return self.option_set.options
 
+    def strategies(self, layer: str) -> tuple[Strategy, ...]:
+        """The strategies of one of the layers, in the order of the options."""
+        return tuple(map(transposed, self.options)) if layer in self.swapped else self.options
+
     def strategy(self, layer: str, option: int) -> Strategy:
         """The strategy of one of the layers under an option."""
         strategy = self.options[option]

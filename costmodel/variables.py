@@ -50,8 +50,21 @@ def no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
     return f"{layer.describe()} has no strategy on {devices} {why}"
 
 
-def variables_of(graph: LayerGraph, cluster: Cluster, untied: bool, offer: Offer) -> tuple[Variable, ...]:
-    """Group the layers; see the module's docstring."""
+def variables_of(
+    graph: LayerGraph, cluster: Cluster, untied: bool, offer: Offer, known: dict[object, OptionSet]
+) -> tuple[Variable, ...]:
+    """Group the layers; see the module's docstring.
+
+    Args:
+        graph: the model, or a stage of it.
+        cluster: the devices.
+        untied: whether every repetition of a block has a choice of its own.
+        offer: the strategies that layers are offered.
+        known: option sets for the same cluster and offer, which are shared; new ones are added.
+
+    Raises:
+        UserError: a layer has no strategy.
+    """
     groups: dict[object, list[str]] = {}
     key_of: dict[str, object] = {}
     position = {layer.name: number for number, layer in enumerate(graph.layers)}
@@ -70,7 +83,6 @@ def variables_of(graph: LayerGraph, cluster: Cluster, untied: bool, offer: Offer
             key = layer.name
         key_of[layer.name] = key
         groups.setdefault(key, []).append(layer.name)
-    known: dict[object, OptionSet] = {}
     return tuple(_variable(graph, tuple(names), cluster, known, offer) for names in groups.values())
 
 

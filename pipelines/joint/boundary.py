@@ -30,10 +30,12 @@ from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis, RowsAndFeatures, canonical
 from autoddl.costmodel.graph import Layer
+from autoddl.costmodel.kinds.kind import Number
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import LayerWork
 from autoddl.costmodel.pricing import moved_shape
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.strategygroup import StrategyGroup
 from autoddl.costmodel.workload import Workload
 
 from ..schedule import Schedule
@@ -105,18 +107,18 @@ class PricedLayer(Protocol):
 
 def replicated_all_reduce_s(
     layer: Layer,
-    strategy: Strategy,
+    strategy: Strategy | StrategyGroup,
     num_workers: int,
     link: Link,
     devices: Cluster,
-    nbytes: float,
+    nbytes: Number,
     divided: Sequence[Step] | None = None,
-) -> float:
+) -> Number:
     """Return the seconds of a gradient all-reduce over the data-parallel axes inside each worker and over several workers.
 
     Args:
         layer: The layer.
-        strategy: Its strategy inside each worker.
+        strategy: Its strategy inside each worker, or a group of strategies; then numbers are arrays of shape (strategies,).
         num_workers: Number of workers that hold the layer.
         link: The link that joins the workers.
         devices: The devices of one worker.
@@ -128,15 +130,19 @@ def replicated_all_reduce_s(
 
 
 def replicated_all_reduce_steps(
-    layer: Layer, strategy: Strategy, num_workers: int, nbytes: float, divided: Sequence[Step] | None = None
+    layer: Layer,
+    strategy: Strategy | StrategyGroup,
+    num_workers: int,
+    nbytes: Number,
+    divided: Sequence[Step] | None = None,
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Return the steps of :func:`replicated_all_reduce_s`: (steps between the workers, steps inside each worker)."""
-    if not nbytes:
+    if not layer.num_parameters:
         return (), ()
     axes = () if strategy.summa else strategy.copy_axes(kind_of(layer.kind).is_lookup)
     slices = prod(axis.size for axis in axes)
     between = (Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices),)
-    if slices == 1:
+    if not axes:
         return between, ()
     if divided is not None:
         return between, tuple(divided)

@@ -18,6 +18,7 @@ import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.nearest import divisors
+from autoddl.costmodel.pricing import PriceBook, price_together
 from autoddl.costmodel.stopping import SlicedStop, Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -166,6 +167,7 @@ class Explorer:
         )
         self._replicas: dict[object, tuple[Replicas, ...]] = share_with._replicas if share_with else {}
         self._transfers: dict[object, np.ndarray] = share_with._transfers if share_with else {}
+        self._priced_units: set[tuple[str, bool]] = set()
 
     @property
     def num_searches(self) -> int:
@@ -180,6 +182,37 @@ class Explorer:
                 self.chain, mesh, self.cluster, self.workload, self.pricing, share_with, self.stop
             )
         return self._stages[mesh]
+
+    def price_units(self, recompute: str, runs_whole_passes: bool = True) -> None:
+        """Price the units of the model on all rectangles of devices of pipelines, which takes less time than one by one.
+
+        Args:
+            recompute: What the passes recompute (:func:`.configuration.recomputed_inside`).
+            runs_whole_passes: As of :class:`.stage_cost.Replicas`.
+
+        Raises:
+            StopRequestedError: the stop was requested; what is known by then is kept.
+        """
+        key = recompute, runs_whole_passes
+        if key in self._priced_units:
+            return
+        books: list[PriceBook] = []
+        for mesh in self._rectangles:
+            self.stop.check()
+            books += self.stage_search(mesh).unit_bounds.books(*key)
+        price_together(books, self.stop.check)
+        self._priced_units.add(key)
+
+    @cached_property
+    def _rectangles(self) -> tuple[StageMesh, ...]:
+        """The different rectangles of all divisions into two or more workers."""
+        rectangles = (
+            rectangle
+            for mesh in all_meshes(self.cluster)
+            if 1 < mesh.num_workers(self.cluster) <= self.chain.num_units
+            for rectangle in ([mesh] if isinstance(mesh, StageMesh) else mesh.meshes)
+        )
+        return tuple(dict.fromkeys(rectangles))
 
     # ------------------------------------------------------------------------------------------------------- settings
 

@@ -233,6 +233,8 @@ class Search:
         Raises:
             StopRequestedError: the search must end before all settings have a bound.
         """
+        for recomputation in _ways_of_balance(self.explorer) if not self.is_bounded else ():
+            self.explorer.price_units(recomputed_inside(recomputation))
         while not self.is_bounded:
             if self._next is None:
                 self._next = next(self._settings, None)
@@ -449,6 +451,12 @@ def _time_slice(deadline: Deadline, seconds: float) -> Deadline:
 # ---- Lower bounds of one setting ---------------------------------------------------------------------------------------
 
 
+def _ways_of_balance(explorer: Explorer) -> tuple[str, ...]:
+    """The ways of recomputation of the bound by balance: recomputation never lowers it, because memory costs nothing in it."""
+    ways = ways_of_units(explorer.recomputations)
+    return ("none",) if "none" in ways else ways
+
+
 def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
     """The bound by balance, without memory, transfers and all-reduces; inf if some layer has no strategy."""
     terms = Terms(setting.schedule.num_stages)
@@ -456,9 +464,7 @@ def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
     forward, backward, recompute = (weights[part] for part in (terms.forward, terms.backward, terms.recompute))
     zero = np.zeros_like(forward)
     best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
-    # Recomputation never lowers this bound, because memory costs nothing in it.
-    ways = ways_of_units(explorer.recomputations)
-    for recomputation in ("none",) if "none" in ways else ways:
+    for recomputation in _ways_of_balance(explorer):
         vectors = np.column_stack(
             [forward + (recompute if recomputation == "stage" else 0.0), backward, *(zero,) * (len(COMPONENTS) - 2)]
         )
@@ -505,6 +511,8 @@ def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> f
     # With free memory the ways to recompute need not be priced, which takes most of the time on rectangles seen first.
     bound_s = max(_bound_by_links(explorer, setting), of_whole_units(cut_graph, best_s, is_memory_free=True))
     if bound_s < best_s:
+        for recomputation in ways_of_units(explorer.recomputations):
+            explorer.price_units(recomputed_inside(recomputation), setting.schedule.runs_whole_passes)
         balance = Bound(balance_weights(setting.schedule, setting.widths))
         bound_s = max(bound_s, cut_graph.least_over_all_cuts(balance, best_s, MEMORY_PRICES))
     if bound_s < best_s:

@@ -8,7 +8,7 @@ stages share one table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from autoddl.costmodel.layer import zero_of
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Phases, Variable
 from autoddl.costmodel.strategy import PLAIN, Choices, Strategy
+from autoddl.costmodel.strategygroup import StrategyGroup, group_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import Baseline, baselines
 from autoddl.search.fronts import VectorEdge, VectorTable
@@ -272,17 +273,17 @@ class StageTables:
         for name, _ in stage.shared:
             nbytes = np.zeros(len(variable.options))
             if name in variable.layers:
-                strategies = [variable.strategy(name, option) for option in range(len(nbytes))]
-                updating = [s.copies if has_shards and self._divides(stage, name, s) else 1 for s in strategies]
-                nbytes += gradient_bytes(stage.graph[name], strategies, self.workload) / updating
+                for group in group_strategies(variable.strategies(name)):
+                    updating = group.copies if has_shards and self._divides(stage, name, group) else 1
+                    nbytes[group.indices] = gradient_bytes(stage.graph[name], group, self.workload) / updating
             columns.append(nbytes)
         return columns
 
-    def _divides(self, stage: StageGraph, name: str, strategy: Strategy) -> bool:
-        """Whether a strategy of a layer divides its optimizer states (ZeRO)."""
+    def _divides(self, stage: StageGraph, name: str, group: StrategyGroup) -> bool:
+        """Whether strategies of a layer divide its optimizer states (ZeRO)."""
         place = stage.graph.place(name, "none")
-        zero = zero_of(stage.graph[name], strategy.zero, place, self.workload.zero)
-        return not strategy.summa and strategy.copies > 1 and zero > 0
+        zero = zero_of(stage.graph[name], group.zero, place, self.workload.zero)
+        return not group.summa and group.copies.max() > 1 and zero > 0
 
     def replicated(self, stage: StageGraph, variable: Variable, replicas: Replicas, alone: np.ndarray) -> np.ndarray:
         """Seconds per step of the gradient all-reduces of a variable's layers, inside a worker and over all workers that hold the
@@ -294,23 +295,22 @@ class StageTables:
             replicas: The workers that hold it.
             alone: The seconds if one worker held it; of options that divide states they are the seconds inside each worker.
         """
-        is_divided = np.array([self._divides(stage, variable.layers[0], option) for option in variable.options])
+        is_divided = np.zeros(len(alone), dtype=bool)
+        for group in group_strategies(variable.options):
+            is_divided[group.indices] = self._divides(stage, variable.layers[0], group)
         total = np.where(is_divided, alone, 0.0)
         for name in variable.layers:
             layer = stage.graph[name]
             key = (layer.signature(), name in variable.swapped, variable.option_set, replicas)
             if key not in self._all_reduce_s:
                 link = self.cluster.links[1 if replicas.share_nodes else 0]
-                options = [variable.strategy(name, option) for option in range(len(total))]
-                nbytes = gradient_bytes(layer, options, self.workload)
-                self._all_reduce_s[key] = np.array(
-                    [
-                        replicated_all_reduce_s(
-                            layer, strategy, replicas.count, link, self.devices, gradient, () if divided else None
-                        )
-                        for strategy, gradient, divided in zip(options, nbytes.tolist(), is_divided.tolist())
-                    ]
-                )
+                seconds = self._all_reduce_s[key] = np.zeros(len(total))
+                for group in group_strategies(variable.strategies(name)):
+                    nbytes = gradient_bytes(layer, group, self.workload)
+                    divided = () if is_divided[group.indices[0]] else None
+                    seconds[group.indices] = replicated_all_reduce_s(
+                        layer, group, replicas.count, link, self.devices, nbytes, divided
+                    )
             total = total + self._all_reduce_s[key]
         return total
 
@@ -320,7 +320,7 @@ class StageTables:
         return micro_batch * elements * self.workload.itemsize / self.mesh.num_devices
 
 
-def gradient_bytes(layer: Layer, strategies: Iterable[Strategy], workload: Workload) -> np.ndarray:
-    """Return the bytes of a layer's gradients on one device for each strategy; shape (strategies,)."""
-    parts = np.array([s.num_devices if s.summa else s.p1 * s.p2 * s.expert_parts for s in strategies], dtype=float)
+def gradient_bytes(layer: Layer, group: StrategyGroup, workload: Workload) -> np.ndarray:
+    """Return the bytes of a layer's gradients on one device for each strategy of a group; shape (strategies,)."""
+    parts = group.p1 * group.p2 * (group.p0 if group.summa else group.expert_parts)
     return np.asarray(layer.num_parameters / parts * workload.gradient_itemsize)

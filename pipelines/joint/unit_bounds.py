@@ -15,12 +15,14 @@ on another worker, whose rectangle may be different.  A stage with such a unit h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import fitting
 from autoddl.search.fronts import undominated
 
@@ -129,6 +131,26 @@ class UnitBounds:
             self._options[key] = self._collect_options(recompute, replicas)
         return self._options[key]
 
+    def book(self, unit: int, recompute: str, runs_whole_passes: bool) -> PriceBook | None:
+        """The prices of a unit alone; None if a layer of it has no strategy on the rectangle.
+
+        Args:
+            unit: The unit.
+            recompute: What the passes recompute.
+            runs_whole_passes: As of :class:`.stage_cost.Replicas`.
+        """
+        try:
+            return self.tables.book(unit, unit + 1, recompute, runs_whole_passes)
+        except UserError:
+            return None
+
+    def books(self, recompute: str, runs_whole_passes: bool) -> Iterator[PriceBook]:
+        """The prices of one unit of every kind; arguments as :meth:`book`."""
+        for unit in self._first_units:
+            book = self.book(unit, recompute, runs_whole_passes)
+            if book is not None:
+                yield book
+
     def _collect_options(self, recompute: str, replicas: Replicas) -> _Options | None:
         fixed: list[np.ndarray] = []
         slope: list[np.ndarray] = []
@@ -136,9 +158,9 @@ class UnitBounds:
         first_of_kind: list[int] = []
         for unit in self._first_units:
             first_of_kind.append(len(fixed))
-            try:
-                book = self.tables.book(unit, unit + 1, recompute, replicas.runs_whole_passes)
-            except UserError:
+            book = self.book(unit, recompute, replicas.runs_whole_passes)
+            plain_book = self.book(unit, "none", replicas.runs_whole_passes)
+            if book is None or plain_book is None:
                 fixed.append(np.zeros((len(COMPONENTS), 0)))
                 slope.append(np.zeros((len(COMPONENTS), 0)))
                 slices.append(np.zeros((3, 0), dtype=np.int64))
@@ -147,7 +169,7 @@ class UnitBounds:
             # A stage recomputes one of its blocks at a time, so that the units of a stage add up neither their activations nor
             # the gathered weights that a recomputed block holds (ZeRO 3).
             objective = self.tables.pricing.objective
-            of_plain = self.tables.book(unit, unit + 1, "none", replicas.runs_whole_passes).coefficients(objective)
+            of_plain = plain_book.coefficients(objective)
             for variable, each, plain in zip(book.variables, book.coefficients(objective), of_plain):
                 if variable.layers == (ENTRY,):
                     continue
