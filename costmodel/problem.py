@@ -20,6 +20,7 @@ from .distribution import RowsAndFeatures
 from .errors import UserError
 from .graph import LayerGraph
 from .strategy import Strategy, fitting, transposed
+from .strategygroup import StrategyGroup, group_strategies
 from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
 
@@ -50,6 +51,11 @@ class OptionSet:
     def index(self) -> dict[Strategy, int]:
         """The index of each strategy in ``options``."""
         return {strategy: i for i, strategy in enumerate(self.options)}
+
+    @cached_property
+    def groups(self) -> tuple[StrategyGroup, ...]:
+        """The options in groups that run the same steps."""
+        return tuple(group_strategies(self.options))
 
     @cached_property
     def p0(self) -> np.ndarray:

@@ -9,6 +9,7 @@ the best choice found so far by a search, a bracket or a baseline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -155,6 +156,7 @@ def make_plan(
     stop: Stop | None = None,
     known: Sequence[BaselineFigures] = (),
     start: StartPlan | None = None,
+    rival: float = math.inf,
 ) -> Planned:
     """Find the best plan that the options allow, and verify it against the layer graph.
 
@@ -170,10 +172,12 @@ def make_plan(
         known: figures of the baselines, if another call with the same options (but for the method) has computed them already.
             That call has also found out what the executor costs, which is then not repeated.
         start: a plan of the user, which is the first incumbent if it is in the space.
+        rival: cost of a plan outside the space: the search ends when none of the space can cost less.
 
     Raises:
         StopRequestedError: the stop was requested before any plan was known.
         InfeasibleError: nothing fits the memory limit.
+        NothingFoundError: nothing was found before it was known that nothing costs less than ``rival``.
         UserError: an option is out of range, or a layer does not divide over the cluster.
     """
     stop, limit = stop or Stop(), memory_limit_of(cluster, options)
@@ -182,7 +186,7 @@ def make_plan(
     if with_baselines and not figures:
         figures = tuple(baseline_figures(books, options, limit, stop))
     is_restricted = options.executor != EAGER
-    find = _Search(books, limit, figures, stop)
+    find = _Search(books, limit, figures, stop, rival if options.overlap == "none" else math.inf)
     try:
         found = find(options, start=start)
     except InfeasibleError as error:
@@ -245,12 +249,14 @@ class _Search:
         limit: memory per device [bytes].
         figures: figures of the baselines.
         stop: ends the searches early.
+        rival: cost of a plan outside the space, as for :class:`.sweep.Sweep`.
     """
 
     books: PriceBooks
     limit: float
     figures: Sequence[BaselineFigures]
     stop: Stop
+    rival: float = math.inf
 
     def __call__(self, options: Options, known: BestPlan | None = None, start: StartPlan | None = None) -> Found:
         """Sweep over all settings, several times if all-reduces overlap the backward pass (:mod:`.overlapped`).
@@ -281,7 +287,8 @@ class _Search:
         for executor in families:
             if self.stop.is_requested and found:
                 break
-            sweep = Sweep(books, replace(options, executor=executor), self.limit, self.figures, self.stop, known, start)
+            own = replace(options, executor=executor)
+            sweep = Sweep(books, own, self.limit, self.figures, self.stop, known, start, self.rival)
             try:
                 found.append(sweep.run())
                 sweeps.append(sweep)

@@ -219,6 +219,7 @@ class Sweep:
         stop: ends the search early.
         known: a plan in the space, from another search, that a better one is looked for; None if there is none.
         start: a plan of the user; it is used like a baseline if it is in the space (:attr:`start_fault`).
+        rival: cost of a plan outside the space [s]; the sweep ends when no plan of the space can cost less.
 
     Attributes:
         start_fault: why the plan of the user is not in the space; empty if it is, or if there is none.
@@ -233,8 +234,9 @@ class Sweep:
         stop: Stop,
         known: BestPlan | None = None,
         start: StartPlan | None = None,
+        rival: float = math.inf,
     ):
-        self.books, self.options, self.limit, self.stop = books, options, limit, stop
+        self.books, self.options, self.limit, self.stop, self.rival = books, options, limit, stop, rival
         self.graph, self.cluster = books.graph, books.cluster
         # The best baseline, and the cheapest plan of a baseline, a bracket or another search.
         self.baseline = self.known_plan = _cheapest(figures, self.graph, options)
@@ -304,13 +306,13 @@ class Sweep:
         settings = list(self._settings())
         queue = [(setting.bound, number) for number, setting in enumerate(settings)]
         heapq.heapify(queue)
-        while queue and queue[0][0] < self.cutoff and not self.stop.is_requested:
+        while queue and queue[0][0] < min(self.cutoff, self.rival) and not self.stop.is_requested:
             number = heapq.heappop(queue)[1]
             for sharper in self._sharpened(settings[number]):
                 heapq.heappush(queue, (sharper.bound, len(settings)))
                 settings.append(sharper)
         for bound, number in sorted(queue):
-            left = NOT_BETTER if bound >= self.cutoff else str(Status.INTERRUPTED)
+            left = NOT_BETTER if bound >= min(self.cutoff, self.rival) else str(Status.INTERRUPTED)
             self._record(settings[number], NOT_FITTING if bound == math.inf else left, bound)
         best = self._best(settings)
         if best is None:

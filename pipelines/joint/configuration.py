@@ -93,6 +93,11 @@ class PipelineSchedule:
         """Whether each micro-batch has one backward pass, so that dividing gradients in every pass (ZeRO 2 and 3) is offered."""
         return not (self.splits_backward or self.halves_backwards)
 
+    @property
+    def period(self) -> int:
+        """The number of micro-batches after which the tasks of a long synchronous schedule are the same again."""
+        return self.num_workers * (2 if dict(self.options).get("concatenation") == "doubling" else 1)
+
     def backward_passes(self, stage: int) -> int:
         """Number of autograd passes through a stage per micro-batch.
 

@@ -123,11 +123,6 @@ class ScheduleGraph:
             del self.paths[_MAX_PATHS:]
 
 
-def _period(spec: PipelineSchedule) -> int:
-    """The number of micro-batches after which the tasks of a long schedule are the same again."""
-    return spec.num_workers * (2 if dict(spec.options).get("concatenation") == "doubling" else 1)
-
-
 class Explorer:
     """The shared data of all searches of one model on one cluster.
 
@@ -278,7 +273,7 @@ class Explorer:
         """A setting with about ``multiple`` micro-batches for each worker: a whole number of periods less than the given one.  None
         if that is more than half of the micro-batches."""
         spec = setting.schedule
-        least, period = multiple * spec.num_workers, _period(spec)
+        least, period = multiple * spec.num_workers, spec.period
         count = least + (spec.num_micro_batches - least) % period
         if 2 * count > spec.num_micro_batches:
             return None
@@ -289,7 +284,7 @@ class Explorer:
 
         If ``is_pumped``, parts of its longest paths are repeated, too; no graph if nothing repeats in this way.
         """
-        (spec, widths, recomputes), period = self._schedule_key(short), _period(short.schedule)
+        (spec, widths, recomputes), period = self._schedule_key(short), short.schedule.period
         longer = replace(spec, num_micro_batches=spec.num_micro_batches + period)
         few, many = (one.schedule(widths, (recomputes,) * spec.num_stages) for one in (spec, longer))
         zones = zones_between(few, many) if is_pumped else None

@@ -28,7 +28,7 @@ from .configuration import PipelineSchedule
 
 __all__ = ["MemoryDemand", "memory_demand_of"]
 
-#: Number of periods after which a schedule repeats itself (see :func:`_shortened`).
+#: Number of periods after which no worker has more micro-batches in flight than before.
 _NUM_PERIODS = 2
 
 
@@ -84,11 +84,10 @@ def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
 
 def _shortened(spec: PipelineSchedule) -> PipelineSchedule:
     """A schedule with the same memory demand, and with fewer micro-batches by a whole number of periods."""
-    period = 2 * spec.num_workers * spec.groups
-    extra = spec.num_micro_batches - _NUM_PERIODS * period
+    extra = spec.num_micro_batches - _NUM_PERIODS * spec.period
     if not spec.synchronous or extra <= 0:
         return spec
-    return replace(spec, num_micro_batches=_NUM_PERIODS * period + extra % period)
+    return replace(spec, num_micro_batches=_NUM_PERIODS * spec.period + extra % spec.period)
 
 
 @lru_cache(maxsize=256)

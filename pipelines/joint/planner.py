@@ -51,6 +51,8 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: Share of the time limit for the plan without a pipeline.
 _SHARE_WITHOUT_PIPELINE = 0.2
+#: Share of the time that is left when the space has been searched for a better plan without a pipeline, for the table alone.
+_SHARE_OF_BETTER = 0.3
 #: Share of the time limit for the trials by Megatron's rule, and the seconds of processor time that they get at least.
 _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
@@ -114,7 +116,8 @@ def plan_jointly(
             near_clock = Clock(min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S), job.stop)
             near = improve_near(explorer, known, options.base.micro_batch is None, near_clock, job.tell)
     own = start.without_pipeline if start is not None and is_alone else None
-    unpipelined, error = _plan_without_pipeline(job, own, trial is not None or recipe is not None)
+    known_s = min((_cost(job, plan) for plan in (trial, near, recipe) if plan is not None), default=math.inf)
+    unpipelined, error = _plan_without_pipeline(job, own, known_s)
     if options.pipeline != "auto":
         return _plan_by_paper(job, unpipelined, error, began)
     given = None if first is None else first.evaluation
@@ -166,27 +169,49 @@ def _recipe(job: PlanningJob) -> Evaluation | None:
 
 
 def _plan_without_pipeline(
-    job: PlanningJob, start: StartPlan | None, has_plan: bool
+    job: PlanningJob, start: StartPlan | None, known_s: float
 ) -> tuple[Planned | None, UserError | None]:
     """The best plan without a pipeline, or the error that says why there is none.
+
+    It may not be the best one if none can be better than the plan with a pipeline (:func:`_better_without_pipeline`).
 
     Args:
         job: The planning job.
         start: A plan of the user without a pipeline; None if there is none.
-        has_plan: Whether a plan with a pipeline is known.
+        known_s: Cost of the best known plan with a pipeline; infinite if none is known.
 
     Raises:
         StopRequestedError: The stop was requested before any plan was known.
     """
+    stop = TimedStop(Clock(_SHARE_WITHOUT_PIPELINE * job.time_limit_s, job.stop))
+    make = partial(make_plan, job.graph, job.cluster, job.options.base, stop=stop, start=start)
     try:
-        stop = TimedStop(Clock(_SHARE_WITHOUT_PIPELINE * job.time_limit_s, job.stop))
-        return make_plan(job.graph, job.cluster, job.options.base, stop=stop, start=start), None
+        try:
+            return make(rival=known_s), None
+        except NothingFoundError:
+            return make(), None
     except StopRequestedError:
-        if not has_plan:
+        if math.isinf(known_s):
             job.stop.check()
         return None, NothingFoundError("no plan was found within its share of the time limit")
     except UserError as error:
         return None, error
+
+
+def _better_without_pipeline(job: PlanningJob, planned: Planned, known_s: float, clock: Clock) -> Planned:
+    """The best plan without a pipeline, if the search for it ended because a plan of cost ``known_s`` is better; else the plan that
+    it has found."""
+    if planned.optimal or planned.lower_bound < known_s or job.stop.is_requested:
+        return planned
+    seconds = min(_SHARE_WITHOUT_PIPELINE * job.time_limit_s, _SHARE_OF_BETTER * clock.left_s)
+    try:
+        stop = TimedStop(Clock(seconds, job.stop))
+        better = make_plan(job.graph, job.cluster, job.options.base, stop=stop, known=planned.baselines)
+    except (StopRequestedError, UserError):
+        return planned
+    if better.result.cost > planned.result.cost:
+        return planned
+    return replace(better, lower_bound=max(better.lower_bound, min(planned.lower_bound, better.result.cost)))
 
 
 def _as_one_stage(job: PlanningJob, planned: Planned | None) -> Evaluation | None:
@@ -236,11 +261,11 @@ def _plan_by_search(
     search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.tell)
     is_good = best is not None and best is not trial
     best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT, is_good) or best
-    plan_families = partial(_plan_families, job, unpipelined, one_stage, error, explorer, (trial, recipe), clock)
+    plan_families = partial(_plan_families, job, error, explorer, (trial, recipe), clock)
     rivals: list[Rival] | None = None
     if best is None:
         # A family may have a plan where the whole space has too many settings to find one.
-        rivals, best = plan_families(None, 0.0)
+        rivals, best = plan_families(unpipelined, one_stage, None, 0.0)
     if best is None:
         # Perhaps no plan fits.  The least memory of a plan proves that sooner than a search for plans.
         least_bytes, is_proven = _least_memory(job, explorer)
@@ -254,7 +279,10 @@ def _plan_by_search(
     # Phase 4: the best plan of every family.
     if rivals is None:
         known_s = math.inf if best is None else _cost(job, best)
-        rivals, best = plan_families(best, explored.lower_bound_s)
+        if unpipelined is not None:
+            unpipelined = _better_without_pipeline(job, unpipelined, known_s, clock)
+            one_stage = _as_one_stage(job, unpipelined)
+        rivals, best = plan_families(unpipelined, one_stage, best, explored.lower_bound_s)
         if best is not None and _cost(job, best) < known_s:
             explored = search.resume(_cost(job, best), clock)
             best = cheaper(best, explored.best, job.options.base.objective)
@@ -290,12 +318,12 @@ def _plan_by_search(
 
 def _plan_families(
     job: PlanningJob,
-    unpipelined: Planned | None,
-    one_stage: Evaluation | None,
     error: UserError | None,
     explorer: Explorer,
     tried: tuple[Evaluation | None, Evaluation | None],
     clock: Clock,
+    unpipelined: Planned | None,
+    one_stage: Evaluation | None,
     best: Evaluation | None,
     bound_s: float,
 ) -> tuple[list[Rival], Evaluation | None]:

@@ -296,7 +296,7 @@ class StageTables:
             alone: The seconds if one worker held it; of options that divide states they are the seconds inside each worker.
         """
         is_divided = np.zeros(len(alone), dtype=bool)
-        for group in group_strategies(variable.options):
+        for group in variable.option_set.groups:
             is_divided[group.indices] = self._divides(stage, variable.layers[0], group)
         total = np.where(is_divided, alone, 0.0)
         for name in variable.layers:
