@@ -380,7 +380,7 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     """
     mesh, workload, choices = configuration.mesh, configuration.workload, configuration.stages
     graphs = [chain.stage(*bounds) for bounds in configuration.bounds]
-    assessments = _assessments(configuration, cluster, graphs)
+    assessments = _assessments(chain, cluster, configuration, graphs)
     if not configuration.schedule.runs_whole_passes:
         _check_shardings(configuration, assessments)
     # The schedule, and the transfers between neighbouring stages.
@@ -489,14 +489,25 @@ def evaluate_unpipelined(
     return evaluate(chain, cluster, Configuration(StageMesh.whole(cluster), schedule, workload, (stage,)))
 
 
-def _assessments(configuration: Configuration, cluster: Cluster, graphs: Sequence[StageGraph]) -> list[Assessment]:
+def _assessments(
+    chain: Chain, cluster: Cluster, configuration: Configuration, graphs: Sequence[StageGraph]
+) -> list[Assessment]:
     """The assessment of each stage's layers, without the entry."""
-    known: dict[object, dict[object, LayerAssessment]] = {}
+    known_layers: dict[object, dict[object, LayerAssessment]] = {}
+    known_stages: dict[object, Assessment] = {}
     assessments = []
-    for number, (graph, choice) in enumerate(zip(graphs, configuration.stages)):
+    for number, (graph, choice, bounds) in enumerate(zip(graphs, configuration.stages, configuration.bounds)):
         mesh, workload = configuration.mesh_of(number), workload_of_stage(configuration.workload, choice.recompute)
-        same = known.setdefault((mesh, workload), {})
-        assessment = assess(graph.graph, mesh.devices(cluster), workload, choice.strategies, same)
+        layers = graph.graph.layers
+        # Equal stages with equal strategies differ in the names of their layers alone.
+        key = mesh, workload, chain.shape(*bounds), tuple(choice.strategies.get(layer.name) for layer in layers)
+        if key in known_stages:
+            renamed = (replace(one, layer=layer) for one, layer in zip(known_stages[key].layers, layers))
+            assessment = replace(known_stages[key], layers=tuple(renamed))
+        else:
+            same = known_layers.setdefault((mesh, workload), {})
+            assessment = assess(graph.graph, mesh.devices(cluster), workload, choice.strategies, same)
+            known_stages[key] = assessment
         assessments.append(replace(assessment, layers=assessment.layers[1:]) if graph.has_entry else assessment)
     return assessments
 

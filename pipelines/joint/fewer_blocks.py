@@ -41,7 +41,7 @@ def with_fewer_blocks(chain: Chain, plan: Evaluation, limit_bytes: float, recomp
     free = [limit_bytes - nbytes for nbytes in plan.worker_memory_bytes]
     choices = list(plan.configuration.stages)
     known: dict[object, float] = {}
-    needs = [_need(plan, stage, known) for stage in range(len(choices))]
+    needs = [_need(chain, plan, stage, known) for stage in range(len(choices))]
     for stage in sorted(range(len(choices)), key=lambda stage: (needs[stage] * max(plan.in_flight[stage]), stage)):
         choice, more = choices[stage], needs[stage]
         num_blocks = sum(plan.stages[stage].graph.graph.block_runs)
@@ -67,14 +67,14 @@ def with_fewer_blocks(chain: Chain, plan: Evaluation, limit_bytes: float, recomp
     return better if better.memory_bytes <= limit_bytes and better.step_s < plan.step_s else plan
 
 
-def _need(plan: Evaluation, stage: int, known: dict[object, float]) -> float:
-    """`_bytes_of_a_block`, or 0 for a stage without blocks; stages of one shape and with the same choices are computed once."""
+def _need(chain: Chain, plan: Evaluation, stage: int, known: dict[object, float]) -> float:
+    """`_bytes_of_a_block`, or 0 for a stage without blocks; stages of one shape and with the same strategies are computed once."""
     graph, choice = plan.stages[stage].graph.graph, plan.configuration.stages[stage]
     num_blocks = sum(graph.block_runs)
     if not num_blocks:
         return 0.0
-    signatures = tuple((layer.signature(), choice.strategies[layer.name]) for layer in graph.layers)
-    key = (signatures, plan.configuration.mesh_of(stage))
+    shape = chain.shape(*plan.configuration.bounds[stage])
+    key = shape, plan.configuration.mesh_of(stage), tuple(choice.strategies[layer.name] for layer in graph.layers)
     if key not in known:
         known[key] = _bytes_of_a_block(plan, stage, num_blocks)
     return known[key]

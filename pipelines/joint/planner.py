@@ -51,7 +51,7 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: Share of the time limit for the plan without a pipeline.
 _SHARE_WITHOUT_PIPELINE = 0.2
-#: Share of the time that is left when the space has been searched for a better plan without a pipeline, for the table alone.
+#: Share of the time that is left after the proof for a better plan without a pipeline, which only the table shows.
 _SHARE_OF_BETTER = 0.3
 #: Share of the time limit for the trials by Megatron's rule, and the seconds of processor time that they get at least.
 _SHARE_OF_TRIALS = 0.01
@@ -279,7 +279,7 @@ def _plan_by_search(
     # Phase 4: the best plan of every family.
     if rivals is None:
         known_s = math.inf if best is None else _cost(job, best)
-        if unpipelined is not None:
+        if unpipelined is not None and explored.is_finished:
             unpipelined = _better_without_pipeline(job, unpipelined, known_s, clock)
             one_stage = _as_one_stage(job, unpipelined)
         rivals, best = plan_families(unpipelined, one_stage, best, explored.lower_bound_s)

@@ -145,6 +145,7 @@ class StageTables:
         self._books: dict[tuple[Shape, str, Choices], PriceBook] = {}
         self._tables: dict[tuple[Shape, str, int, int, Replicas], StageTable | None] = {}
         self._all_reduce_s: dict[object, np.ndarray] = {}
+        self._divided: dict[object, np.ndarray] = {}
         self._members: dict[int, tuple[Baseline, ...]] = {}
 
     def _make_book(
@@ -279,6 +280,16 @@ class StageTables:
             columns.append(nbytes)
         return columns
 
+    def _are_divided(self, stage: StageGraph, variable: Variable) -> np.ndarray:
+        """Whether each option of a variable divides the optimizer states of its first layer, shape (options,)."""
+        name = variable.layers[0]
+        key = stage.graph[name].signature(), stage.graph.place(name, "none"), variable.option_set
+        if key not in self._divided:
+            divided = self._divided[key] = np.zeros(len(variable.options), dtype=bool)
+            for group in variable.option_set.groups:
+                divided[group.indices] = self._divides(stage, name, group)
+        return self._divided[key]
+
     def _divides(self, stage: StageGraph, name: str, group: StrategyGroup) -> bool:
         """Whether strategies of a layer divide its optimizer states (ZeRO)."""
         place = stage.graph.place(name, "none")
@@ -295,9 +306,7 @@ class StageTables:
             replicas: The workers that hold it.
             alone: The seconds if one worker held it; of options that divide states they are the seconds inside each worker.
         """
-        is_divided = np.zeros(len(alone), dtype=bool)
-        for group in variable.option_set.groups:
-            is_divided[group.indices] = self._divides(stage, variable.layers[0], group)
+        is_divided = self._are_divided(stage, variable)
         total = np.where(is_divided, alone, 0.0)
         for name in variable.layers:
             layer = stage.graph[name]

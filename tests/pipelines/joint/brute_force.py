@@ -204,14 +204,18 @@ class BruteForce:
         self._fitting = cache(self._that_fit)
         self._crossing_s = cache(self._crossing_seconds)
 
-    def best(self, limit: float = math.inf, pipelines: bool = True) -> Found | None:
-        """The configuration of the least step of all that fit so many bytes per device, or of those without a pipeline."""
+    def best(self, limit: float = math.inf, pipelines: bool = True, at_once: bool = True) -> Found | None:
+        """The configuration of the least step of all that fit so many bytes per device, or of those without a pipeline.
+
+        Args:
+            at_once: the peaks of a worker's stages have to fit at once, as in the search, not only each at its moment.
+        """
         best: Found | None = None
         for rectangles, family, size in self.settings():
             if family is None:
                 best = self._alone(rectangles, size, limit, best)
             elif pipelines:
-                best = self._of_schedule(rectangles, family, size, limit, best)
+                best = self._of_schedule(rectangles, family, size, limit, best, at_once)
         return best
 
     def least_memory(self) -> float:
@@ -269,7 +273,13 @@ class BruteForce:
     # --------------------------------------------------------------------------------------------------------- pipelines
 
     def _of_schedule(
-        self, rectangles: tuple[Rectangle, ...], family: Family, size: int, limit: float, best: Found | None
+        self,
+        rectangles: tuple[Rectangle, ...],
+        family: Family,
+        size: int,
+        limit: float,
+        best: Found | None,
+        at_once: bool,
     ) -> Found | None:
         program = self.program(rectangles, family, size)
         known_s = math.inf if best is None else best.step_s
@@ -277,7 +287,7 @@ class BruteForce:
             # The busiest worker alone.
             kept = self.busy_s(family, program, batch) < known_s
             if limit < math.inf:
-                kept &= self.demand(program, batch) <= limit
+                kept &= (self.demand if at_once else self.memory)(program, batch) <= limit
             if not kept.any():
                 continue
             left = batch.only(np.flatnonzero(kept))
