@@ -13,7 +13,7 @@ stages                 for each stage: layers (names), num_units, recompute, wor
                        the stage; null for the first stage), in_flight for each worker; forward_s, backward_s, backward_input_s,
                        recompute_s (per micro-batch), all_reduce_s, update_s (per step), compute_s, communication_s (per
                        micro-batch), state_bytes, kept_bytes, input_bytes, buffer_bytes
-                       (:class:`autoddl.pipelines.joint.evaluation.StageFigures`)
+                       (:class:`autoddl.pipelines.joint.stage_figures.StageFigures`)
 boundaries             for each boundary: forward_s, backward_s and nbytes of a micro-batch
 timeline               of the busiest worker its number (busiest), inner_communication_s, exposed_transfer_s, exposed_all_reduce_s
                        and bubble_s; of all workers the mean bubble_ratio
@@ -40,9 +40,10 @@ from autoddl.pipelines.joint.configuration import (
     StageChoice,
     recomputed_inside,
 )
-from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
+from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.meshes import Division, Meshes, StageMesh
 from autoddl.pipelines.joint.partition import ENTRY, Chain
+from autoddl.pipelines.joint.stage_figures import StageFigures
 
 __all__ = ["read_configuration", "read_strategy", "stage_facts"]
 

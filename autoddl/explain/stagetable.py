@@ -27,7 +27,8 @@ from autoddl.costmodel.graph_meshes import EAGER, family_of
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.strategy import Choices
-from autoddl.pipelines.joint.evaluation import Evaluation, workload_of_stage
+from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.stage_figures import workload_of_stage
 
 from .searched import StrategySpace
 from .steptime import is_sequential

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoddl.pipelines.joint.evaluation import Evaluation, workload_of_stage
+from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.stage_figures import workload_of_stage
 
 from .resources import LOCAL, ResourceBook
 

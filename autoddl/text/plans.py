@@ -19,11 +19,12 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted, format_bytes, format_count, format_ranges, format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import StageChoice
-from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
+from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.pipelines.joint.result import PlanResult, Rival, recomputed_text
 from autoddl.pipelines.joint.rivals import describe
+from autoddl.pipelines.joint.stage_figures import StageFigures
 
 from ..explain.view import batch_text, peak_share, plan_heading
 from ..plandocument import notes_of

@@ -5,8 +5,8 @@ its layers, a way of recomputation and a place in a schedule.  The modules, from
 
 - The space: `partition` (the model as a chain of units), `meshes` (the devices of workers), `configuration`, and `space` (the
   configurations that are searched).
-- Figures: `evaluation` (time and memory of a configuration, by ``evaluate``), `boundary` (communication between stages) and
-  `executed` (the step as AutoDDL's runtime executes it).
+- Figures: `evaluation` (time and memory of a configuration, by ``evaluate``), `stage_figures` (those of one stage), `boundary`
+  (communication between stages) and `executed` (the step as AutoDDL's runtime executes it).
 - Stages: `stage_cost` (cost tables), `stage_search` (the best strategies of a stage) and `memory_demand` (micro-batches in flight).
 - Lower bounds: `bounds`, `bottleneck_bound` and `unit_bounds`; `cut_graph` (bounds of all cuts of a setting).
 - A setting (devices, schedule, micro-batch): `setting_search` finds its best plan, by `setting_bounds` (`relaxation`),

@@ -1,9 +1,7 @@
 """The time and memory of a configuration.
 
-**Times.**  The forward pass, backward pass and gradient all-reduce of a stage are assessed on the stage's graph and one worker's
-devices, by the same function that prices plans without a pipeline.  Compute and communication inside a stage do not overlap.
-Gradients that several workers hold (replicas of bidirectional schedules, shared embeddings) are reduced, and transfers between
-stages are priced, as :mod:`.boundary` describes.
+**Times** of a stage's passes: :mod:`.stage_figures`.  Gradients that several workers hold (replicas of bidirectional schedules,
+shared embeddings) are reduced, and transfers between stages are priced, as :mod:`.boundary` describes.
 
 The step of a synchronous schedule is the makespan of its simulation; that of an asynchronous one is the time of N micro-batches in
 the steady state.  A single stage is not simulated: its step is N (forward + backward) + all-reduce + optimizer step.
@@ -23,10 +21,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
+from autoddl.costmodel.assessment import Assessment, LayerAssessment
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.overlap import exposed_s
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
@@ -36,95 +33,14 @@ from ..simulator import simulate
 from ..single_stage import single_stage_schedule
 from ..timeline import Timeline, steady_state
 from ..times import Times
-from .boundary import (
-    Boundary,
-    boundary_of,
-    divided_steps,
-    replicated_all_reduce_s,
-    replicated_all_reduce_steps,
-    shared_steps,
-)
-from .configuration import Configuration, PipelineSchedule, StageChoice, recomputed_inside
-from .meshes import Meshes, StageMesh
-from .partition import ENTRY, Chain, StageGraph
+from .boundary import Boundary, boundary_of, divided_steps, replicated_all_reduce_steps, shared_steps
+from .configuration import Configuration, PipelineSchedule, StageChoice
+from .meshes import StageMesh
+from .partition import ENTRY, Chain
+from .stage_figures import StageFigures, all_reduce_s_of, assessments_of, figures_of
 from .worker_memory import WorkerMemory, memory_of
 
-__all__ = [
-    "Evaluation",
-    "StageFigures",
-    "evaluate",
-    "evaluate_unpipelined",
-    "step_of",
-    "workload_of_stage",
-]
-
-
-@dataclass(frozen=True)
-class StageFigures:
-    """The time and memory of one stage on one worker.  Seconds are per micro-batch unless stated otherwise; bytes are per device.
-
-    Attributes:
-        graph: Layers of the stage.
-        assessment: Times and memory of the layers, without the entry.
-        forward_s: Compute and communication inside the stage in the forward pass.
-        backward_s: Compute and communication inside the stage in all ``backward_passes`` together.
-        backward_input_s: The part of ``backward_s`` after which the gradient of the stage's input is available: the input part of a
-            split backward pass, else all of it.
-        backward_passes: Number of autograd passes per micro-batch (see :class:`.configuration.PipelineSchedule`).
-        recompute_s: Time of the second forward pass; 0 unless the whole stage is recomputed.
-        all_reduce_s: Time of the gradient all-reduce over all replicas of the stage, per step.
-        exposed_all_reduce_s: The part of it that comes after the last backward pass.
-        update_s: Time of the optimizer step, per step.
-        state_bytes: Parameters, gradients and optimizer states.
-        weight_bytes: Parameters alone.
-        kept_bytes: Activations of one micro-batch that are kept from the forward to the backward pass.
-        recomputed_bytes: Activations of the block that is recomputed.
-        input_bytes: Input of the stage for one micro-batch.
-        buffer_bytes: Largest temporary buffer of a layer.
-    """
-
-    graph: StageGraph
-    assessment: Assessment
-    forward_s: float
-    backward_s: float
-    backward_input_s: float
-    backward_passes: int
-    recompute_s: float
-    all_reduce_s: float
-    exposed_all_reduce_s: float
-    update_s: float
-    state_bytes: float
-    weight_bytes: float
-    kept_bytes: float
-    recomputed_bytes: float
-    input_bytes: float
-    buffer_bytes: float
-
-    @property
-    def compute_s(self) -> float:
-        """Compute seconds of one micro-batch, including recomputation."""
-        return sum(
-            self.forward_passes * layer.forward_compute_s + self.backward_passes * layer.backward_compute_s
-            for layer in self.assessment.layers
-        )
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of compute and communication inside the stage for one micro-batch, including recomputation."""
-        return self.forward_s + self.backward_s + self.recompute_s
-
-    @property
-    def forward_passes(self) -> int:
-        """Number of forward passes of one micro-batch, including recomputation."""
-        return 2 if self.recompute_s else 1
-
-    @property
-    def communication_s(self) -> float:
-        """Communication seconds inside the stage for one micro-batch, including recomputation."""
-        return sum(
-            self.forward_passes * layer.forward_communication_s + self.backward_passes * layer.backward_communication_s
-            for layer in self.assessment.layers
-        )
+__all__ = ["Evaluation", "evaluate", "evaluate_unpipelined", "step_of"]
 
 
 @dataclass(frozen=True)
@@ -362,11 +278,6 @@ def step_of(spec: PipelineSchedule, timeline: Timeline) -> float:
     return steady_state(timeline).period * spec.num_micro_batches / timeline.schedule.update_period
 
 
-def workload_of_stage(workload: Workload, recompute: str) -> Workload:
-    """Return the workload that a stage with a way of recomputation is priced for."""
-    return replace(workload, recompute=recomputed_inside(recompute))
-
-
 def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Evaluation:
     """Compute the time and memory of a configuration.
 
@@ -380,7 +291,7 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     """
     mesh, workload, choices = configuration.mesh, configuration.workload, configuration.stages
     graphs = [chain.stage(*bounds) for bounds in configuration.bounds]
-    assessments = _assessments(chain, cluster, configuration, graphs)
+    assessments = assessments_of(chain, cluster, configuration, graphs)
     if not configuration.schedule.runs_whole_passes:
         _check_shardings(configuration, assessments)
     # The schedule, and the transfers between neighbouring stages.
@@ -406,12 +317,12 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     for s, workers, step in shared_steps(schedule, graphs, stage_of, assessed_layers, workload):
         shared_s[s] = shared_s.get(s, 0.0) + mesh.link_between(cluster, workers).time(step)
     stages = tuple(
-        _figures(
+        figures_of(
             configuration,
             s,
             graph,
             assessment,
-            _all_reduce_s(mesh, cluster, schedule, s, assessment.layers, workload) + shared_s.get(s, 0.0),
+            all_reduce_s_of(mesh, cluster, schedule, s, assessment.layers, workload) + shared_s.get(s, 0.0),
         )
         for s, (graph, assessment) in enumerate(zip(graphs, assessments))
     )
@@ -489,29 +400,6 @@ def evaluate_unpipelined(
     return evaluate(chain, cluster, Configuration(StageMesh.whole(cluster), schedule, workload, (stage,)))
 
 
-def _assessments(
-    chain: Chain, cluster: Cluster, configuration: Configuration, graphs: Sequence[StageGraph]
-) -> list[Assessment]:
-    """The assessment of each stage's layers, without the entry."""
-    known_layers: dict[object, dict[object, LayerAssessment]] = {}
-    known_stages: dict[object, Assessment] = {}
-    assessments = []
-    for number, (graph, choice, bounds) in enumerate(zip(graphs, configuration.stages, configuration.bounds)):
-        mesh, workload = configuration.mesh_of(number), workload_of_stage(configuration.workload, choice.recompute)
-        layers = graph.graph.layers
-        # Equal stages with equal strategies differ in the names of their layers alone.
-        key = mesh, workload, chain.shape(*bounds), tuple(choice.strategies.get(layer.name) for layer in layers)
-        if key in known_stages:
-            renamed = (replace(one, layer=layer) for one, layer in zip(known_stages[key].layers, layers))
-            assessment = replace(known_stages[key], layers=tuple(renamed))
-        else:
-            same = known_layers.setdefault((mesh, workload), {})
-            assessment = assess(graph.graph, mesh.devices(cluster), workload, choice.strategies, same)
-            known_stages[key] = assessment
-        assessments.append(replace(assessment, layers=assessment.layers[1:]) if graph.has_entry else assessment)
-    return assessments
-
-
 class StageTimes(Protocol):
     """The times of a stage that the simulator needs; attributes as in :class:`StageFigures`."""
 
@@ -556,62 +444,4 @@ def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary], sched
         update=[0.0 if number in reduced else stage.update_s for number, stage in enumerate(stages)],
         transfer=[boundary.forward_s for boundary in boundaries],
         transfer_backward=[boundary.backward_s for boundary in boundaries],
-    )
-
-
-def _figures(
-    configuration: Configuration, number: int, graph: StageGraph, assessment: Assessment, all_reduce_s: float
-) -> StageFigures:
-    layers, workload, choice = assessment.layers, configuration.workload, configuration.stages[number]
-    passes = configuration.schedule.backward_passes(number)
-    forward = sum(layer.forward_compute_s + layer.forward_communication_s for layer in layers)
-    backward = sum(layer.backward_compute_s + layer.backward_communication_s for layer in layers)
-    state = sum(layer.work.state_bytes for layer in layers)
-    parameters = sum(layer.work.parameter_bytes for layer in layers)
-    entry = graph.entry
-    input_bytes = 0.0 if entry is None else workload.micro_batch * entry.output_elements * workload.itemsize
-    return StageFigures(
-        graph=graph,
-        assessment=assessment,
-        forward_s=forward,
-        backward_s=passes * backward,
-        backward_input_s=configuration.schedule.input_passes(number) * backward,
-        backward_passes=passes,
-        recompute_s=forward if choice.recompute == "stage" else 0.0,
-        all_reduce_s=all_reduce_s,
-        exposed_all_reduce_s=exposed_s(all_reduce_s, backward, workload.overlap),
-        update_s=sum(layer.update_s for layer in layers),
-        state_bytes=state,
-        weight_bytes=parameters,
-        kept_bytes=sum(layer.work.kept_bytes for layer in layers),
-        recomputed_bytes=sum(layer.work.recomputed_bytes for layer in layers),
-        input_bytes=input_bytes / configuration.mesh_of(number).num_devices,
-        buffer_bytes=max(layer.work.buffer_bytes for layer in layers),
-    )
-
-
-def _all_reduce_s(
-    mesh: Meshes,
-    cluster: Cluster,
-    schedule: Schedule,
-    stage: int,
-    layers: Sequence[LayerAssessment],
-    workload: Workload,
-) -> float:
-    """Seconds per step of a stage's gradient all-reduce, inside each worker and over all workers that hold the stage."""
-    workers = tuple(replica.worker for replica in schedule.replicas_of(stage))
-    if len(workers) == 1:
-        return sum(layer.gradient_communication_s for layer in layers)
-    link, devices = mesh.link_between(cluster, workers), mesh.mesh_of(workers[0]).devices(cluster)
-    return sum(
-        replicated_all_reduce_s(
-            layer.layer,
-            layer.strategy,
-            len(workers),
-            link,
-            devices,
-            layer.work.gradient_bytes,
-            divided_steps(layer.work),
-        )
-        for layer in layers
     )

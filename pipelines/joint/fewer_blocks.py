@@ -19,9 +19,10 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.recomputation import first_blocks, num_recomputed_blocks
 
 from .configuration import StageChoice
-from .evaluation import Evaluation, evaluate, workload_of_stage
+from .evaluation import Evaluation, evaluate
 from .partition import Chain
 from .space import SOME_BLOCKS
+from .stage_figures import workload_of_stage
 
 __all__ = ["with_fewer_blocks"]
 

@@ -24,7 +24,7 @@ __all__ = ["StageMemory", "WorkerMemory", "memory_of"]
 
 
 class StageMemory(Protocol):
-    """The bytes of a stage on each device; attributes as in :class:`.evaluation.StageFigures`."""
+    """The bytes of a stage on each device; attributes as in :class:`.stage_figures.StageFigures`."""
 
     @property
     def state_bytes(self) -> float: ...

@@ -11,10 +11,11 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
-from autoddl.pipelines.joint.evaluation import evaluate, workload_of_stage
+from autoddl.pipelines.joint.evaluation import evaluate
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.result import Considered, JointOptions, PlanResult, Rival, unpipelined
+from autoddl.pipelines.joint.stage_figures import workload_of_stage
 from autoddl.planfile import plan_document, save_plan
 from autoddl.search import solve
 from autoddl.search.planner import Options, make_plan
