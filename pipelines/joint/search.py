@@ -8,8 +8,8 @@ with the least lower bound, until no open bound is below the incumbent:
 2.  **Early incumbent.**  The settings with the smallest estimated steps are attempted first.
 3.  **Proof.**  The open setting with the least bound first gets sharper bounds, where these are cheaper than an attempt
     (:mod:`.bottleneck_bound`, :mod:`.capacity_bound`).  It is then *attempted* (:mod:`.setting_search`).  The attempt finds a plan
-    better than the incumbent, proves that the setting has none, or ends undecided when its time slice is over.  All settings get a
-    short attempt before the undecided ones get longer ones.
+    better than the incumbent, proves that the setting has none, or ends undecided when its time slice is over.  Undecided settings
+    get longer attempts, which take a share of the time until all others have had a short one.
 
 When all open bounds are at or above the incumbent, the incumbent is optimal over the space of :mod:`.space`.  If the time limit or
 a stop ends the search earlier, the least open bound is a lower bound on the optimum.
@@ -59,6 +59,8 @@ _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 _SIMULATIONS_PER_ATTEMPT = 6
 #: Shares of the time for early attempts if a plan is known: as long as none has found a better plan, and afterwards.
 _SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.05
+#: Share of the proof's time for longer attempts at undecided settings, while others have had none.
+_SHARE_OF_LONGER_ATTEMPTS = 0.4
 #: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
 _ROUNDING = 1 - 1e-9
 
@@ -156,8 +158,11 @@ class Search:
         #: The setting that gets its first bound next; None before it is read from the iterator.
         self._next: Setting | None = None
         self._first_bounds: dict[object, float] = {}
-        #: Undecided settings that wait for the next, longer round of attempts.
-        self._deferred: list[_OpenSetting] = []
+        #: Settings that attempts left undecided, and those that no attempt is left for; both are heaps.
+        self._undecided: list[_OpenSetting] = []
+        self._given_up: list[_OpenSetting] = []
+        #: Seconds of processor time of the proof, and of longer attempts at undecided settings.
+        self._proof_s = self._longer_s = 0.0
         #: Whether every setting has a first bound.
         self.is_bounded = False
         self._share_of_early_attempts = _SHARE_OF_EARLY_ATTEMPTS
@@ -215,7 +220,11 @@ class Search:
         """Lower bound on the cost of all plans; 0 as long as some setting has no bound."""
         if not self.is_bounded:
             return 0.0
-        return min([self.best_s, *(entry.bound_s for entry in (*self.open, *self._deferred))])
+        return min([self.best_s, *(entry.bound_s for queue in self._queues for entry in queue)])
+
+    @property
+    def _queues(self) -> tuple[list[_OpenSetting], ...]:
+        return self.open, self._undecided, self._given_up
 
     @property
     def is_over(self) -> bool:
@@ -297,7 +306,8 @@ class Search:
                 if entry.bound_s >= self.limit_s:
                     continue
                 refine = _estimate_by_simulation if entry.num_estimates else _estimate_with_memory
-                entry.estimate_s = max(entry.estimate_s, refine(self.explorer, entry.setting, entry.estimate_s))
+                refined_s = refine(self.explorer, entry.setting, entry.estimate_s, self.best_s)
+                entry.estimate_s = max(entry.estimate_s, refined_s)
                 entry.num_estimates += 1
                 is_simulated = entry.num_estimates == 2
                 heapq.heappush(simulated if is_simulated else queue, (entry.estimate_s, number, entry))
@@ -313,7 +323,8 @@ class Search:
             self.report(self.best_s, self.lower_bound_s, self.result.num_simulated)
         self._improve_incumbent()
         self.open = [entry for entry in self.open if entry.bound_s < self.limit_s]
-        heapq.heapify(self.open)
+        for one in self._queues:
+            heapq.heapify(one)
 
     def _improve_incumbent(self) -> None:
         """Repeat longer attempts at the incumbent's setting as long as they find a better plan."""
@@ -330,36 +341,45 @@ class Search:
             self.report(self.best_s, self.lower_bound_s, self.result.num_simulated)
 
     def prove(self) -> None:
-        """Sharpen and attempt the open setting with the least bound, until no bound is below the incumbent."""
-        for num_attempts in range(1, len(_ATTEMPTS_S) + 1):
-            while self.open and self.open[0].bound_s < self.limit_s:
-                if self.is_over:
-                    self.result.is_finished = False
-                    return
-                entry = self.open[0]
-                least_s = min([entry.bound_s, *(other.bound_s for other in self._deferred)])
-                self.report(self.best_s, least_s, self.result.num_simulated)
-                if self._sharpen(entry, num_attempts):
-                    heapq.heapreplace(self.open, entry)
-                    continue
-                if entry.num_attempts < num_attempts:
-                    self._attempt(entry)
-                heapq.heappop(self.open)
+        """Sharpen and attempt the setting with the least bound, until no bound is below the incumbent."""
+        while (queue := self._queue_of_least()) is not None:
+            if self.is_over:
+                self.result.is_finished = False
+                return
+            # The setting stays in its queue until it has its new bound: a stop may come at any time.
+            entry, began = queue[0], time.process_time()
+            self.report(self.best_s, min(one[0].bound_s for one in self._queues if one), self.result.num_simulated)
+            if not entry.has_memory_bound:
+                entry.bound_s = max(entry.bound_s, _bound_with_memory(self.explorer, entry.setting, self.best_s))
+                entry.has_memory_bound = True
+                heapq.heapreplace(queue, entry)
+            else:
+                self._attempt(entry)
+                heapq.heappop(queue)
                 if entry.bound_s < self.limit_s:
-                    self._deferred.append(entry)
-            self.open, self._deferred = self._deferred, []
-            heapq.heapify(self.open)
-        self.result.is_finished = not self.open
+                    is_given_up = entry.num_attempts >= len(_ATTEMPTS_S)
+                    heapq.heappush(self._given_up if is_given_up else self._undecided, entry)
+            spent_s = time.process_time() - began
+            self._proof_s += spent_s
+            self._longer_s += spent_s if queue is self._undecided else 0.0
+        self.result.is_finished = not any(entry.bound_s < self.limit_s for entry in self._given_up)
 
-    def _sharpen(self, entry: _OpenSetting, num_attempts: int) -> bool:
-        """Raise the bound of a setting if that is cheaper than its next attempt; return whether a bound was computed."""
-        if entry.num_attempts >= num_attempts:
-            return False
-        if not entry.has_memory_bound:
-            entry.bound_s = max(entry.bound_s, _bound_with_memory(self.explorer, entry.setting, self.best_s))
-            entry.has_memory_bound = True
-            return True
-        return False
+    def _queue_of_least(self) -> list[_OpenSetting] | None:
+        """The queue whose first setting is settled next: of those without an attempt, or of the undecided ones.
+
+        An undecided setting with the least bound of all gets its next, longer attempt at once if such attempts have taken less than
+        their share of the time; else the others come first.  None if no setting is left.
+        """
+        while self.open and self.open[0].num_attempts:
+            heapq.heappush(self._undecided, heapq.heappop(self.open))
+        is_open, is_undecided = (bool(one) and one[0].bound_s < self.limit_s for one in (self.open, self._undecided))
+        if not is_open:
+            return self._undecided if is_undecided else None
+        if is_undecided and self._undecided[0] < self.open[0]:
+            slice_s = _ATTEMPTS_S[self._undecided[0].num_attempts]
+            if self._longer_s + slice_s < _SHARE_OF_LONGER_ATTEMPTS * self._proof_s:
+                return self._undecided
+        return self.open
 
     def _attempt(self, entry: _OpenSetting, is_early: bool = False) -> None:
         """Search one setting for a better plan within its time slice; raise its bound.
@@ -532,8 +552,9 @@ def _estimate(entry: _OpenSetting) -> float:
     )
 
 
-def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -> float:
-    """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces."""
+def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float, best_s: float) -> float:
+    """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces; ``best_s``, the
+    cost of the incumbent, does not matter."""
     demand = explorer.memory_demand(setting.schedule)
     if demand is None:
         return math.inf
@@ -546,12 +567,12 @@ def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -
     )
 
 
-def _estimate_by_simulation(explorer: Explorer, setting: Setting, step_s: float) -> float:
-    """The step of a plan with equally loaded workers on the schedule itself, without redistributions; ``step_s`` if that cannot be
-    computed."""
+def _estimate_by_simulation(explorer: Explorer, setting: Setting, step_s: float, best_s: float) -> float:
+    """The step of a plan with equally loaded workers on the schedule itself, without redistributions; infinite if no plan is better
+    than the incumbent, of cost ``best_s``; ``step_s`` if that cannot be computed."""
     if not setting.schedule.synchronous:
         return step_s
     try:
-        return SettingSearch(explorer, setting, math.inf, Deadline(stop=explorer.stop)).estimated_step_s()
+        return SettingSearch(explorer, setting, best_s, Deadline(stop=explorer.stop)).estimated_step_s()
     except UnsettledError:
         return step_s

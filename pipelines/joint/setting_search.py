@@ -52,7 +52,7 @@ from .stage_search import RowFilter
 __all__ = ["SettingSearch", "UnsettledError"]
 
 #: Largest number of linear programs that are solved for an estimate of the step.
-_MAX_ESTIMATE_ROUNDS = 4
+_MAX_ESTIMATE_ROUNDS = 8
 #: Largest number of runs of equal units for which the even cut is a good estimate of the best one.
 _MAX_RUNS_OF_EVEN_CUT = 4
 #: Cuts are tried before they are searched only if the step of the best fractional cut is below this part of the threshold: whole
@@ -197,7 +197,8 @@ class SettingSearch:
         return self.incumbent.is_reached_by(bound_s)
 
     def estimated_step_s(self) -> float:
-        """Return an estimate of the step of a good plan of the setting; infinite if no fractional cut was found that fits.
+        """Return an estimate of the step of a good plan of the setting; infinite if no fractional cut was found that fits, or if
+        bounds exclude the setting.
 
         It is the step of a fractional cut with free redistributions: of the even cut if most units are equal, else of the best one
         after a few rounds of phase 1.
