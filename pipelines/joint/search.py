@@ -305,9 +305,12 @@ class Search:
                 _, number, entry = heapq.heappop(queue)
                 if entry.bound_s >= self.limit_s:
                     continue
-                refine = _estimate_by_simulation if entry.num_estimates else _estimate_with_memory
-                refined_s = refine(self.explorer, entry.setting, entry.estimate_s, self.best_s)
-                entry.estimate_s = max(entry.estimate_s, refined_s)
+                known_s = entry.estimate_s
+                if not entry.num_estimates:
+                    refined_s = _estimate_with_memory(self.explorer, entry.setting, known_s)
+                else:
+                    refined_s = _estimate_by_simulation(self.explorer, entry.setting, known_s, self.best_s)
+                entry.estimate_s = max(known_s, refined_s)
                 entry.num_estimates += 1
                 is_simulated = entry.num_estimates == 2
                 heapq.heappush(simulated if is_simulated else queue, (entry.estimate_s, number, entry))
@@ -552,9 +555,8 @@ def _estimate(entry: _OpenSetting) -> float:
     )
 
 
-def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float, best_s: float) -> float:
-    """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces; ``best_s``, the
-    cost of the incumbent, does not matter."""
+def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -> float:
+    """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces."""
     demand = explorer.memory_demand(setting.schedule)
     if demand is None:
         return math.inf

@@ -236,6 +236,18 @@ def test_buckets_make_sums_of_many_small_layers_cheap():
     assert {s.p0 for s in alone.strategies.values()} == {1} and {s.p0 for s in together.strategies.values()} == {4}
 
 
+def test_a_better_plan_elsewhere_ends_the_search():
+    """What costs more than the rival need not be told apart; a rival that costs more changes nothing."""
+    options = Options(batch=64, memory_limit_bytes=TIGHT_BYTES)
+    best = make_plan(TIGHT_MLP, TIGHT, options)
+    for factor in (0.5, 0.9, 0.999):
+        planned = make_plan(TIGHT_MLP, TIGHT, options, rival=factor * best.cost)
+        assert factor * best.cost * (1 - 1e-9) <= planned.lower_bound <= best.cost <= planned.cost
+    assert not make_plan(TIGHT_MLP, TIGHT, options, rival=0.5 * best.cost).optimal
+    planned = make_plan(TIGHT_MLP, TIGHT, options, rival=2 * best.cost)
+    assert planned.optimal and planned.cost == best.cost
+
+
 def test_a_stop_leaves_the_best_baseline():
     """The stop comes once the baselines are known: before the setting of the best one is priced."""
     options = Options(batch=64, memory_limit_bytes=TIGHT_BYTES, method="metropolis-hastings")
