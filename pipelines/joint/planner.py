@@ -4,13 +4,13 @@ With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
 
 1.  **First plans.**  Trials by Megatron's rule (:mod:`.megatron_trials`) give a plan at once, and trials of published recipes
     (:mod:`.recipe_trials`) another one.  A search of its setting improves the better one.  Then the planner without pipelines
-    (:mod:`autoddl.search.planner`) finds the best plan of one stage.  All are members of the joint space.  The best of them is the
-    first incumbent, unless the user gives a better plan (:mod:`.start`).
+    (:mod:`autoddl.search.planner`) finds the best plan of one stage, or that none can be better than what is known.  All are
+    members of the joint space.  The best of them is the first incumbent, unless the user gives a better plan (:mod:`.start`).
 2.  **Early incumbent.**  The most promising settings of the space give a good plan early.
 3.  **The whole space** is searched for a better plan (:mod:`.search`).
 4.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.rivals`); before phase 3 if no
     plan is known.  Their plans are members of the space, too: a better one becomes the incumbent, and phase 3 goes on.  So no plan
-    is slower than a row of its own table.
+    is slower than a row of its own table.  If the proof is finished, the row without a pipeline is searched to its end, too.
 
 With the name of a paper, the plan is the one that the paper's planner chooses (:mod:`.paper_planners`); the other plans are
 computed for comparison.
