@@ -504,11 +504,10 @@ def price_together(books: Iterable[PriceBook], check: Callable[[], None]) -> Non
             wanted.setdefault((levels, key[:-1]), {})[key.option_set] = book, key, layer, variable
     for equal in wanted.values():
         check()
-        books_and_keys = [(book, key) for book, key, _, _ in equal.values()]
         strategies = [variable.strategies(layer.name) for _, _, layer, variable in equal.values()]
         book, key, layer, _ = next(iter(equal.values()))
         prices = price_layer(layer, list(chain(*strategies)), book.cluster, book.workload, key.place)
         first = 0
-        for (book, key), own in zip(books_and_keys, strategies):
+        for (book, key, _, _), own in zip(equal.values(), strategies):
             book._layer_prices[key] = prices.of_options(slice(first, first + len(own)))
             first += len(own)
