@@ -82,7 +82,7 @@ def apply(
     if graph is not None:
         plan.check_graph(graph)
     workload = replace(plan.workload, recompute=stage.recompute)
-    backend = backend_of(workload.precision, chosen_device(plan.cluster.has_gpus, device))
+    backend = backend_of(workload.precision, chosen_device(plan.cluster.has_gpus, device), plan.cluster)
     if executor == GRAPH:
         from autoddl.pipelines.runtime.graph.executor import GraphExecutor
 

@@ -290,6 +290,6 @@ def plan_trainer(
     from .api.tracing import StepTracer
 
     schedule = schedule_of_plan(plan, num_steps)
-    options["backend"] = backend_of(plan.workload.precision, chosen_device(plan.cluster.has_gpus, device))
+    options["backend"] = backend_of(plan.workload.precision, chosen_device(plan.cluster.has_gpus, device), plan.cluster)
     options["tracer"] = StepTracer.of_job(plan, schedule)
     return PipelineTrainer(planned_model(module, plan, feeds), schedule, make_optimizer, batch, **options)

@@ -103,7 +103,7 @@ def rank_job(options: ReplayOptions) -> int:
     from autoddl.pipelines.runtime.backend import backend_of
 
     flow = load_oneflow()
-    backend = backend_of(options.workload.precision, options.device)
+    backend = backend_of(options.workload.precision, options.device, options.cluster)
     memory = PeakMemory(options.device)
     graph = _without_dropout(options.graph)
     clock = SharedClock(hosts_of_job(options.device), options.budget_s, options.device)

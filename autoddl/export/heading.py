@@ -9,6 +9,7 @@ from autoddl.costmodel.precision import Precision
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.result import recomputed_text
+from autoddl.pipelines.runtime.comm.rendezvous import NO_RENDEZVOUS, rendezvous_of
 
 from ..executors import execution_notes
 from .source import comment, literal
@@ -117,8 +118,13 @@ def settings_text(plan: PlanFile) -> str:
 
 def backend_text(plan: PlanFile) -> str:
     """Return the definition of ``BACKEND``, which the constants of the plan begin with."""
-    has_masters = plan.workload.types.has_masters
-    return f"BACKEND = chosen_backend(DEVICE, TYPES{', CPU_TYPES, SCALES_LOSSES' if has_masters else ''})"
+    words = ["DEVICE", "TYPES"]
+    if plan.workload.types.has_masters:
+        words += ["CPU_TYPES", "SCALES_LOSSES"]
+    rendezvous = rendezvous_of(plan.cluster)
+    if rendezvous != NO_RENDEZVOUS:
+        words.append(f"rendezvous={rendezvous!r}")
+    return f"BACKEND = chosen_backend({', '.join(words)})"
 
 
 def _types_text(types: Precision) -> str:

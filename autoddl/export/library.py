@@ -26,6 +26,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.pipeline.slot_stages": "Stages of a worker",
     f"{_PARTS}.pipeline": "The pipeline",
     f"{_PARTS}.parameters": "Parameters of layers",
+    f"{_RUNTIME}.comm.rendezvous": "Ranks that meet before they exchange data",
     f"{_PARTS}.device": "The choice of device",
     f"{_PARTS}.plain": "The plain model",
     f"{_PARTS}.training": "Parameter values and data",

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.devices import CPU, GPU, check_device_type
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import precision_of
 
+from .comm.rendezvous import NO_RENDEZVOUS, Rendezvous, rendezvous_of
 from .load import load_oneflow
 
 flow: Any = load_oneflow()
@@ -45,6 +47,7 @@ class Backend:
         master: Type of the weights that the optimizer updates and of its states, and of statistics of norms, softmax and losses.
         communication: Type of the gradients of weights while they are summed over ranks.
         scales_losses: Whether losses are scaled, since the compute type has a smaller range than the master type.
+        rendezvous: When two ranks meet before they exchange data.
     """
 
     device: str
@@ -52,6 +55,7 @@ class Backend:
     master: Any = flow.float32
     communication: Any = flow.float32
     scales_losses: bool = False
+    rendezvous: Rendezvous = NO_RENDEZVOUS
 
     @property
     def has_masters(self) -> bool:
@@ -86,8 +90,13 @@ def is_on_gpu(x: Tensor) -> bool:
     return bool(x.device.type == GPU)
 
 
-def backend_of(precision: str, device: str) -> Backend:
+def backend_of(precision: str, device: str, cluster: Cluster | None = None) -> Backend:
     """Return the backend of a precision on a type of device; on CPU ranks wider types stand in for half precision.
+
+    Args:
+        precision: Name of the precision.
+        device: Type of device.
+        cluster: What the ranks run on; None if they are on one host.
 
     Raises:
         UserError: The type of device or the precision is unknown, or there is no such device.
@@ -97,7 +106,8 @@ def backend_of(precision: str, device: str) -> Backend:
     if device == CPU:
         types = types.on_cpu()
     compute, master, communication = (getattr(flow, n) for n in (types.compute, types.master, types.communication))
-    return Backend(device, compute, master, communication, types.scales_losses)
+    rendezvous = rendezvous_of(cluster) if cluster is not None and device == CPU else NO_RENDEZVOUS
+    return Backend(device, compute, master, communication, types.scales_losses, rendezvous)
 
 
 def place_buffers(module: Any, device: str, dtype: Any) -> None:

@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 
+import autoddl
+from autoddl.costmodel.devices import CPU
 from autoddl.costmodel.errors import without_colors
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -153,8 +155,11 @@ def _by_autoddl(built_in: BuiltIn, way: Way, data: tuple[np.ndarray, ...]) -> Ca
     import oneflow as flow
 
     from autoddl.pipelines.runtime.applied import AppliedModule
+    from autoddl.pipelines.runtime.backend import backend_of
 
-    module = AppliedModule(_module(built_in), built_in.graph(), way.strategies, way.workload)
+    plan = autoddl.launched().load_plan()
+    backend = backend_of(way.workload.precision, CPU, plan.cluster)
+    module = AppliedModule(_module(built_in), built_in.graph(), way.strategies, way.workload, backend=backend)
     optimizer = flow.optim.SGD(module.parameters(), lr=LEARNING_RATE)
 
     def step() -> float:

@@ -11,11 +11,16 @@ import oneflow as flow
 
 from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE, GPU
 from autoddl.pipelines.runtime.backend import Backend, check_device
+from autoddl.pipelines.runtime.comm.rendezvous import NO_RENDEZVOUS, Rendezvous
 from autoddl.pipelines.runtime.ranks.devices import take_gpu
 
 
 def chosen_backend(
-    device: str, types: tuple[Any, ...], cpu_types: tuple[Any, ...] = (), scales_losses: bool = False
+    device: str,
+    types: tuple[Any, ...],
+    cpu_types: tuple[Any, ...] = (),
+    scales_losses: bool = False,
+    rendezvous: Rendezvous = NO_RENDEZVOUS,
 ) -> Backend:
     """Return where and in which types this file computes.
 
@@ -24,12 +29,14 @@ def chosen_backend(
         types: compute, master and communication type.
         cpu_types: the same on CPU ranks, if they differ.
         scales_losses: whether losses are scaled.
+        rendezvous: when two CPU ranks meet before they exchange data.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", default=os.environ.get(DEVICE_VARIABLE, device))
     chosen = parser.parse_known_args()[0].device
     compute, master, communication = cpu_types if chosen == CPU and cpu_types else types
-    return Backend(chosen, compute, master, communication, scales_losses)
+    met = rendezvous if chosen == CPU else NO_RENDEZVOUS
+    return Backend(chosen, compute, master, communication, scales_losses, met)
 
 
 def take_device(backend: Backend) -> None:

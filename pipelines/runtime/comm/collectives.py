@@ -29,7 +29,8 @@ along an axis run at once, without waiting for each other. Two ranks have to mak
 
 The all-to-all of CPU ranks is a tournament: in each of p - 1 rounds (p, if p is odd) the ranks of a group form pairs, and the two
 of a pair gather what they have for each other (`swap`). OneFlow's own sends and receives one piece after the other, so that at
-most one direction of a link is in use; over four hosts it takes about twice as long. NCCL, on GPUs, does all at once.
+most one direction of a link is in use; over four hosts it takes about twice as long. NCCL, on GPUs, does all at once. Two CPU ranks
+of different hosts meet before they exchange much data (:mod:`.rendezvous`).
 
 Unexpected details of OneFlow (0.9.0, CPU):
 
@@ -45,12 +46,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoddl.costmodel.devices import GPU
+from autoddl.costmodel.devices import CPU, GPU
 from autoddl.costmodel.errors import UserError
 
 from ..backend import is_on_gpu, placement_of, type_name
 from ..load import load_oneflow
 from .mesh import RankAxis, partners_of
+from .rendezvous import NO_RENDEZVOUS, Rendezvous
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -181,11 +183,11 @@ def pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
     )
 
 
-def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+def sum_over(x: Tensor, ranks: tuple[int, ...], rendezvous: Rendezvous = NO_RENDEZVOUS) -> Tensor:
     """P -> B: sum a vector over any ranks of the job, in ascending order and including this one; without autograd."""
     if len(ranks) == 1:
         return x
-    return _change_state(x, ranks, (x.numel(),), flow.sbp.partial_sum, flow.sbp.broadcast)
+    return _change_state(x, ranks, (x.numel(),), flow.sbp.partial_sum, flow.sbp.broadcast, rendezvous)
 
 
 # ---- Point to point -----------------------------------------------------------------------------------------------------
@@ -222,13 +224,14 @@ def receive(shape: tuple[int, ...], dtype: Any, from_rank: int, device: str) -> 
     return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device(device))
 
 
-def swap(x: Tensor, other: int) -> Tensor:
+def swap(x: Tensor, other: int, rendezvous: Rendezvous = NO_RENDEZVOUS) -> Tensor:
     """Give a local tensor to another rank, and return its tensor of the same shape and type; without autograd.
 
     Both directions are in use at once, unlike with `send` and `receive` one after the other.
     """
     pair = sorted((flow.env.get_rank(), other))
-    both = _change_state(x.reshape(1, -1), tuple(pair), (2, x.numel()), flow.sbp.split(0), flow.sbp.broadcast)
+    row, shape = x.reshape(1, -1), (2, x.numel())
+    both = _change_state(row, tuple(pair), shape, flow.sbp.split(0), flow.sbp.broadcast, rendezvous)
     return both[pair.index(other)].reshape(tuple(x.shape))
 
 
@@ -243,7 +246,7 @@ def shift(x: Tensor, axis: RankAxis, backwards: bool = False) -> Tensor:
     group, place = axis.group(flow.env.get_rank()), axis.index(flow.env.get_rank())
     following, previous = group[(place + 1) % axis.size], group[place - 1]
     if following == previous:
-        return swap(x, following)
+        return swap(x, following, axis.rendezvous)
     if backwards:
         following, previous = previous, following
     # Every second rank sends first: two ranks that both send before they receive would wait for each other.
@@ -289,7 +292,7 @@ def _swap_pieces(pieces: Tensor, axis: RankAxis) -> Tensor:
     arrived = [pieces[me]] * axis.size
     for partner in partners_of(me, axis.size):
         if partner is not None:
-            arrived[partner] = swap(pieces[partner], group[partner])
+            arrived[partner] = swap(pieces[partner], group[partner], axis.rendezvous)
     return flow.stack(arrived, dim=0)
 
 
@@ -308,10 +311,12 @@ def _pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 def _exchange(x: Tensor, axis: RankAxis, shape: tuple[int, ...], before: Any, after: Any) -> Tensor:
     """As `_change_state`, on the group of this rank along an axis."""
-    return _change_state(x, axis.group(flow.env.get_rank()), shape, before, after)
+    return _change_state(x, axis.group(flow.env.get_rank()), shape, before, after, axis.rendezvous)
 
 
-def _change_state(x: Tensor, group: tuple[int, ...], shape: tuple[int, ...], before: Any, after: Any) -> Tensor:
+def _change_state(
+    x: Tensor, group: tuple[int, ...], shape: tuple[int, ...], before: Any, after: Any, rendezvous: Rendezvous
+) -> Tensor:
     """Change the state of a tensor on the group's ranks, and return this rank's new local part.
 
     Args:
@@ -320,10 +325,26 @@ def _change_state(x: Tensor, group: tuple[int, ...], shape: tuple[int, ...], bef
         shape: Logical shape of the tensor.
         before: Old state.
         after: New state.
+        rendezvous: When two ranks meet before.
     """
     tensor = flow.empty(*shape, dtype=x.dtype, placement=placement_of(x.device.type, group), sbp=before)
-    flow._C.assign_local_tensor(tensor.to_local(), x.contiguous())  # to_local() shares the storage
+    own = tensor.to_local()  # shares the storage
+    flow._C.assign_local_tensor(own, x.contiguous())
+    # All collectives of two ranks are exchanges of halves of the tensor.
+    if x.dtype in _SUMMABLE and rendezvous.is_due(group, tensor.numel() * x.element_size() / 2) and not is_on_gpu(x):
+        _meet(own, *group)
     return tensor.to_global(sbp=after).to_local()
+
+
+def _meet(x: Tensor, lower: int, higher: int) -> None:
+    """Let the exchange of a tensor begin at about the same time on two ranks; see :mod:`.rendezvous`."""
+    if flow.env.get_rank() == lower:
+        send(flow.ones(1), higher)
+        return
+    token = receive((1,), flow.float32, lower, CPU)
+    place = (slice(0, 1),) * len(x.shape)
+    first = x[place]
+    x[place] = flow.where((token > 0).reshape(*first.shape), first, first)
 
 
 def _cut(x: Tensor, num_pieces: int, dim: int) -> Tensor:

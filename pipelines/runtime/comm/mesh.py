@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError
 
+from .rendezvous import NO_RENDEZVOUS, Rendezvous
+
 __all__ = ["RankAxis", "partners_of"]
 
 
@@ -34,6 +36,7 @@ class RankAxis:
         stride: Difference between the ranks of neighbours along the axis.
         num_ranks: Number of ranks of the mesh.
         first_rank: Lowest rank of the mesh.
+        rendezvous: When two ranks meet before they exchange data.
 
     >>> RankAxis(size=2, stride=4, num_ranks=8).groups()
     [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -46,6 +49,7 @@ class RankAxis:
     stride: int
     num_ranks: int
     first_rank: int = 0
+    rendezvous: Rendezvous = NO_RENDEZVOUS
 
     def __post_init__(self) -> None:
         for name in ("size", "stride", "num_ranks"):
