@@ -12,9 +12,9 @@ mean counts: waiting would dominate the time of a small one, and a step launches
 CPU ranks begin collectives apart, each after a random sleep, since they do so in a step, where each comes from its own computation.
 It matters: the ranks of OneFlow request data over the connection that carries the data.  If two ranks exchange, and one has to send
 before it could request, the two directions follow each other, and take up to twice as long as at once.  Since one call takes the
-one or the other time, a repetition is the mean of several, each with sleeps of its own.  Before large exchanges, ranks of different
-hosts meet, as they do in a step (:mod:`autoddl.pipelines.runtime.comm.rendezvous`).  How large these are follows from the latency
-and bandwidth of transfers, which the job times at first.
+one or the other time, a repetition is the mean of several, each with sleeps of its own.  Before large exchanges there are
+handshakes, as in a step (:mod:`autoddl.pipelines.runtime.comm.handshake`).  How large follows from the latency and bandwidth of
+transfers, which the job times at first.
 
 Before the first round the largest product runs until its times settle, which brings the clocks of devices up; each operation also
 runs until its times settle before it is timed for the first time, and once before each later block.  Settings are visited in
@@ -45,7 +45,7 @@ import numpy as np
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.devices import GPU
 from autoddl.pipelines.runtime.comm.mesh import RankAxis
-from autoddl.pipelines.runtime.comm.rendezvous import NO_RENDEZVOUS, Rendezvous, worth_a_token
+from autoddl.pipelines.runtime.comm.handshake import NO_HANDSHAKE, Handshake, worth_a_token
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.ranks.rank import report
 from autoddl.pipelines.runtime.timing import span_of, warm_up
@@ -109,7 +109,7 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
     backend_of("float32", options.device)  # raises if there is no such device
     clock = SharedClock(hosts_of_job(options.device), options.budget_s, options.device)
     hosts, num_ranks = clock.hosts, flow.env.get_world_size()
-    operations = _Operations(clock, options.device, _found_rendezvous(clock, options.device))
+    operations = _Operations(clock, options.device, _measured_handshake(clock, options.device))
     done = list(options.done)
     levels = [hosts.level(s.ranks, s.stride) if s.ranks > 1 else "device" for s in options.settings]
     numbers = [0] * len(levels)
@@ -139,13 +139,13 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
                 return sum(numbers), True
 
 
-def _found_rendezvous(clock: SharedClock, device: str) -> Rendezvous:
-    """When CPU ranks of different hosts meet before they exchange data, by transfers between these hosts; every rank calls."""
+def _measured_handshake(clock: SharedClock, device: str) -> Handshake:
+    """The handshake of the CPU ranks of this job, from the times of transfers between their hosts; every rank calls."""
     from .operations import operation
 
     num_ranks, stride = len(clock.hosts.numbers), clock.hosts.ranks_per_node
     if device == GPU or num_ranks % (2 * stride) or clock.hosts.level(2, stride) != "inter-node":
-        return NO_RENDEZVOUS
+        return NO_HANDSHAKE
     groups = RankAxis(2, stride, num_ranks).groups()
 
     def seconds(num_bytes: int) -> float:
@@ -154,7 +154,7 @@ def _found_rendezvous(clock: SharedClock, device: str) -> Rendezvous:
 
     small_s, large_s = seconds(_SMALL), seconds(_LARGE)
     bandwidth = (_LARGE - _SMALL) / max(large_s - small_s, 1e-9)
-    return Rendezvous(stride, worth_a_token(max(0.0, small_s - _SMALL / bandwidth), bandwidth))
+    return Handshake(stride, worth_a_token(max(0.0, small_s - _SMALL / bandwidth), bandwidth))
 
 
 def _precedence(settings: Sequence[TimedSetting]) -> list[int]:
@@ -177,8 +177,8 @@ def _precedence(settings: Sequence[TimedSetting]) -> list[int]:
 class _Operations:
     """The operations of settings on this rank; each warms up before it is given out for the first time."""
 
-    def __init__(self, clock: SharedClock, device: str, rendezvous: Rendezvous):
-        self._clock, self._device, self._rendezvous = clock, device, rendezvous
+    def __init__(self, clock: SharedClock, device: str, handshake: Handshake):
+        self._clock, self._device, self._handshake = clock, device, handshake
         self._warm: set[TimedSetting] = set()
 
     def raise_clocks(self, settings: Sequence[TimedSetting]) -> None:
@@ -191,7 +191,7 @@ class _Operations:
         """The operation of a setting; every rank calls."""
         from .operations import operation
 
-        run = operation(setting, self._device, self._rendezvous)
+        run = operation(setting, self._device, self._handshake)
         if setting not in self._warm:
             self._warm.add(setting)
             self._clock.warm_up(run)

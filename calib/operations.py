@@ -12,7 +12,7 @@ from autoddl.costmodel.calibration import TRANSFER
 from autoddl.pipelines.runtime.backend import Backend, backend_of
 from autoddl.pipelines.runtime.comm.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from autoddl.pipelines.runtime.comm.mesh import RankAxis
-from autoddl.pipelines.runtime.comm.rendezvous import NO_RENDEZVOUS, Rendezvous
+from autoddl.pipelines.runtime.comm.handshake import NO_HANDSHAKE, Handshake
 
 from .settings import TimedSetting, rows_and_features
 
@@ -22,15 +22,15 @@ __all__ = ["itemsize", "operation"]
 _EXCHANGED = "float32"
 
 
-def operation(setting: TimedSetting, device: str, rendezvous: Rendezvous = NO_RENDEZVOUS) -> Callable[[], Any]:
+def operation(setting: TimedSetting, device: str, handshake: Handshake = NO_HANDSHAKE) -> Callable[[], Any]:
     """A function that runs the operation of a setting once on a type of device; its operands are allocated here.
 
     Args:
         setting: what to run.
         device: the type of device.
-        rendezvous: when two ranks meet before they exchange data.
+        handshake: before which exchanges of two ranks there is a handshake.
     """
-    backend = replace(backend_of(setting.precision or _EXCHANGED, device), rendezvous=rendezvous)
+    backend = replace(backend_of(setting.precision or _EXCHANGED, device), handshake=handshake)
     if setting.collective == "matmul":
         m, k, n = setting.shape
         left, right = _ones(backend, m, k), _ones(backend, n, k)
@@ -54,7 +54,7 @@ def _ones(backend: Backend, *shape: int) -> Any:
 
 def _communication(setting: TimedSetting, backend: Backend) -> Callable[[], Any]:
     num_ranks, rank = flow.env.get_world_size(), flow.env.get_rank()
-    axis = RankAxis(setting.ranks, setting.stride, num_ranks, rendezvous=backend.rendezvous)
+    axis = RankAxis(setting.ranks, setting.stride, num_ranks, handshake=backend.handshake)
     if setting.collective == TRANSFER:
         mine, other = axis.index(rank), sum(axis.group(rank)) - rank
         x = _ones(backend, max(1, setting.num_bytes // 4))

@@ -9,7 +9,7 @@ from autoddl.costmodel.precision import Precision
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.result import recomputed_text
-from autoddl.pipelines.runtime.comm.rendezvous import NO_RENDEZVOUS, rendezvous_of
+from autoddl.pipelines.runtime.comm.handshake import NO_HANDSHAKE, handshake_of
 
 from ..executors import execution_notes
 from .source import comment, literal
@@ -121,9 +121,9 @@ def backend_text(plan: PlanFile) -> str:
     words = ["DEVICE", "TYPES"]
     if plan.workload.types.has_masters:
         words += ["CPU_TYPES", "SCALES_LOSSES"]
-    rendezvous = rendezvous_of(plan.cluster)
-    if rendezvous != NO_RENDEZVOUS:
-        words.append(f"rendezvous={rendezvous!r}")
+    handshake = handshake_of(plan.cluster)
+    if handshake != NO_HANDSHAKE:
+        words.append(f"handshake={handshake!r}")
     return f"BACKEND = chosen_backend({', '.join(words)})"
 
 

@@ -26,7 +26,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.pipeline.slot_stages": "Stages of a worker",
     f"{_PARTS}.pipeline": "The pipeline",
     f"{_PARTS}.parameters": "Parameters of layers",
-    f"{_RUNTIME}.comm.rendezvous": "Ranks that meet before they exchange data",
+    f"{_RUNTIME}.comm.handshake": "Handshakes before exchanges",
     f"{_PARTS}.device": "The choice of device",
     f"{_PARTS}.plain": "The plain model",
     f"{_PARTS}.training": "Parameter values and data",

@@ -18,7 +18,7 @@ from autoddl.costmodel.devices import CPU, GPU, check_device_type
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.precision import precision_of
 
-from .comm.rendezvous import NO_RENDEZVOUS, Rendezvous, rendezvous_of
+from .comm.handshake import NO_HANDSHAKE, Handshake, handshake_of
 from .load import load_oneflow
 
 flow: Any = load_oneflow()
@@ -47,7 +47,7 @@ class Backend:
         master: Type of the weights that the optimizer updates and of its states, and of statistics of norms, softmax and losses.
         communication: Type of the gradients of weights while they are summed over ranks.
         scales_losses: Whether losses are scaled, since the compute type has a smaller range than the master type.
-        rendezvous: When two ranks meet before they exchange data.
+        handshake: Before which exchanges of two ranks there is a handshake.
     """
 
     device: str
@@ -55,7 +55,7 @@ class Backend:
     master: Any = flow.float32
     communication: Any = flow.float32
     scales_losses: bool = False
-    rendezvous: Rendezvous = NO_RENDEZVOUS
+    handshake: Handshake = NO_HANDSHAKE
 
     @property
     def has_masters(self) -> bool:
@@ -106,8 +106,8 @@ def backend_of(precision: str, device: str, cluster: Cluster | None = None) -> B
     if device == CPU:
         types = types.on_cpu()
     compute, master, communication = (getattr(flow, n) for n in (types.compute, types.master, types.communication))
-    rendezvous = rendezvous_of(cluster) if cluster is not None and device == CPU else NO_RENDEZVOUS
-    return Backend(device, compute, master, communication, types.scales_losses, rendezvous)
+    handshake = handshake_of(cluster) if cluster is not None and device == CPU else NO_HANDSHAKE
+    return Backend(device, compute, master, communication, types.scales_losses, handshake)
 
 
 def place_buffers(module: Any, device: str, dtype: Any) -> None:

@@ -62,7 +62,7 @@ class Ranks:
 
     def axis(self, axis: Axis) -> RankAxis:
         """Convert a mesh axis of these ranks to an axis of the ranks of the job."""
-        return RankAxis(axis.size, axis.stride, self.num_ranks, self.first_rank, self.backend.rendezvous)
+        return RankAxis(axis.size, axis.stride, self.num_ranks, self.first_rank, self.backend.handshake)
 
     def mesh(self, *lengths: int) -> Any:
         """Return OneFlow's placement of these ranks, in ascending order, on a mesh with axes of these lengths."""

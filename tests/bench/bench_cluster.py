@@ -4,6 +4,7 @@
 experiment   what it shows
 ===========  =====================================================================================================================
 calibration  what ``autoddl calibrate`` finds on links of set latency and bandwidth
+exchanges    exchanges of two ranks that begin apart, without and with handshakes
 ways         our plan, OneFlow's auto-parallel, Megatron, data parallel and Summa, for several models
 plans        the plan of the joint search, the best plan of each family of pipelines, and plans without a pipeline
 pipelines    schedules of sleeping stages on slow wires, beside the simulation with calibrated transfers
@@ -24,13 +25,14 @@ from pathlib import Path
 
 from cluster_calibration import calibration
 from cluster_common import ClusterSize, cluster_available, parse_link
+from cluster_exchanges import exchanges
 from cluster_faults import faults
 from cluster_pipelines import pipelines
 from cluster_plans import plans
 from cluster_slow import SLOWED, slow
 from cluster_ways import ways
 
-EXPERIMENTS = ("calibration", "ways", "plans", "pipelines", "slow", "faults")
+EXPERIMENTS = ("calibration", "exchanges", "ways", "plans", "pipelines", "slow", "faults")
 
 
 def main() -> None:
@@ -69,6 +71,8 @@ def run_experiment(experiment: str, size: ClusterSize, arguments: argparse.Names
     """Run an experiment and print its tables."""
     if experiment == "calibration":
         calibration(arguments.budget, arguments.sizes)
+    elif experiment == "exchanges":
+        exchanges(size)
     elif experiment == "ways":
         found = arguments.calibration, arguments.budget, arguments.sizes
         ways(size, arguments.only, *found, arguments.rounds, arguments.steps, arguments.svg)

@@ -48,7 +48,7 @@ def pipelines(
         path = calibrated(cluster, folder, budget_s, "4KiB:4MiB")
         link = load_cluster(path).levels[0].link
         options = {"nodes": size.num_hosts, "devices_per_node": size.ranks_per_host, "batch": 8, "quiet": True}
-        autoddl.plan("mlp:64,64", cluster="local-cpu", **options).save(folder / "plan.json")
+        autoddl.plan("mlp:64,64", cluster=str(path), **options).save(folder / "plan.json")
         for name, more in FAMILIES:
             for num_micro_batches in (num_ranks, 2 * num_ranks):
                 schedule = generate(name, num_stages=num_ranks, num_micro_batches=num_micro_batches, **more)

@@ -9,6 +9,9 @@ import pickle
 import sys
 from pathlib import Path
 
+import autoddl
+from autoddl.costmodel.devices import CPU
+from autoddl.pipelines.runtime.backend import backend_of
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.pipeline.sleeping import sleep_through
 
@@ -16,7 +19,8 @@ from autoddl.pipelines.runtime.pipeline.sleeping import sleep_through
 def main() -> None:
     """Run the schedule."""
     specification = Path(sys.argv[1])
-    reports = sleep_through(*pickle.loads(specification.read_bytes()))
+    backend = backend_of("float32", CPU, autoddl.launched().load_plan().cluster)
+    reports = sleep_through(*pickle.loads(specification.read_bytes()), backend)
     Path(specification.parent, f"result{load_oneflow().env.get_rank()}").write_bytes(pickle.dumps(reports))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.applied import AppliedModule
+from autoddl.pipelines.runtime.backend import HOST
+from autoddl.pipelines.runtime.comm.handshake import Handshake
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.ranks.wire import Meter
@@ -50,7 +53,8 @@ def train_both(
     for batch in batches:
         if batch[1].ndim == 2 and batch[1].dtype == np.int64:
             batch[1][:, 0] = -100  # targets that do not count
-    applied = AppliedModule(plain, graph, strategies, workload)
+    backend = replace(HOST, handshake=Handshake(**vars(exported.BACKEND.handshake)))
+    applied = AppliedModule(plain, graph, strategies, workload, backend=backend)
     return _compared(applied, exported, exported.build(seed=SEED), plain, batches, workload, counts_bytes)
 
 

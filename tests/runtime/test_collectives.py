@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autoddl.pipelines.runtime.comm.handshake import NO_HANDSHAKE, Handshake
 from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.ranks.wire import MESSAGE_BYTES
 
@@ -29,6 +31,11 @@ def axes_of(meshes):
 AXES = axes_of(MESHES)
 #: Groups of 3 and of 6 ranks, of which no binary mesh has any.
 ODD_AXES = axes_of([(3,), (2, 3), (6,)])
+#: Every rank is on a host of its own, and shakes hands before each exchange.
+ALWAYS = Handshake(ranks_per_host=1, least_bytes=0)
+HANDSHAKES = {
+    replace(axis, handshake=ALWAYS): f"{name} with handshakes" for axis, name in axes_of([(2,), (2, 2), (2, 3)]).items()
+}
 
 
 # ---- What each operation means: all ranks' inputs of one group in, all ranks' outputs out --------------------------------
@@ -92,7 +99,9 @@ def calls_along(axis, generator):
             yield operation, axis, dims, inputs, gradients
 
 
-@pytest.mark.parametrize("axis", [*AXES, *ODD_AXES], ids=[*AXES.values(), *ODD_AXES.values()])
+@pytest.mark.parametrize(
+    "axis", [*AXES, *ODD_AXES, *HANDSHAKES], ids=[*AXES.values(), *ODD_AXES.values(), *HANDSHAKES.values()]
+)
 def test_values_and_gradients(ranks, axis):
     calls = list(calls_along(axis, np.random.default_rng(0)))
     results = ranks(axis.num_ranks).run(f"{JOBS}:apply_and_differentiate", calls, timeout_s=60)
@@ -110,8 +119,9 @@ def test_values_and_gradients(ranks, axis):
 
 @st.composite
 def collective_calls(draw):
-    """A mesh of 4 ranks, one of its axes, an operation, dimensions, a shape, a type."""
+    """A mesh of 4 ranks, one of its axes, with or without handshakes, an operation, dimensions, a shape, a type."""
     axis = draw(st.sampled_from(RankMesh(draw(st.sampled_from([(4,), (2, 2), (1, 4), (2, 1, 2)]))).axes))
+    axis = replace(axis, handshake=draw(st.sampled_from([NO_HANDSHAKE, ALWAYS])))
     operation = draw(st.sampled_from(sorted(MEANING)))
     shape = draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
     dims = tuple(draw(st.permutations(range(len(shape)))))
@@ -166,8 +176,9 @@ SENT_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("axis", AXES, ids=AXES.values())
+@pytest.mark.parametrize("axis", [*AXES, *HANDSHAKES], ids=[*AXES.values(), *HANDSHAKES.values()])
 def test_bytes_are_those_of_theory(counted_ranks, axis):
+    """A handshake is one message of 4 bytes between two ranks: half a message of each."""
     shape = (8 * 4, 8 * 8, 48)  # 0.4 MB of float32: a message of an eighth of it is 49 KB
     calls = [
         ("all_gather", axis, (2,), shape),
@@ -192,6 +203,8 @@ def test_bytes_are_those_of_theory(counted_ranks, axis):
             n = 4 * int(np.prod(shape))
             for direction, table, traffic in zip(("forward", "backward"), (SENT, SENT_BACKWARD), got):
                 ideal, num_messages = (axis.num_ranks * value for value in table[operation](axis.size, n))
+                if axis.size == 2 and axis.handshake is ALWAYS and ideal:
+                    ideal, num_messages = ideal + 4 * axis.num_ranks / 2, num_messages + axis.num_ranks / 2
                 what, payload = f"{operation}{dims} of {shape}, {direction}", traffic.payload_bytes
                 if ideal:
                     found.append(Sent(f"{what}, raw", payload, ideal, num_readings=0))

@@ -42,11 +42,12 @@ VGG = VGGSizes(11, image=32, classes=16, hidden=64)
 
 @dataclass(frozen=True)
 class Case:
-    """A built-in model at its strategies."""
+    """A built-in model at its strategies, on GPUs or on CPU ranks that shake hands before each exchange of two hosts."""
 
     built_in: BuiltIn
     strategies: Mapping[str, Strategy]
     workload: Workload
+    shakes_hands: bool = False
 
     @property
     def graph(self) -> LayerGraph:
@@ -62,7 +63,10 @@ class Case:
 
     def plan(self, graph: LayerGraph | None = None) -> PlanFile:
         sizes = self.level_sizes
-        cluster = load_cluster("dgx-a100").resized(*((1, *sizes) if len(sizes) == 1 else sizes))
+        cluster = load_cluster("local-cpu" if self.shakes_hands else "dgx-a100")
+        cluster = cluster.resized(*((1, *sizes) if len(sizes) == 1 else sizes))
+        if self.shakes_hands:
+            cluster = cluster.with_links(latency_s=1e-6, bandwidth=1e6)
         device = replace(cluster.device, peak_flops={"float32": 1e12})
         return unpipelined_plan(graph or self.graph, replace(cluster, device=device), self.workload, self.strategies)
 
@@ -111,6 +115,7 @@ CASES: dict[str, Callable[[], Case]] = {
         on((1, 2, 3)), on((3, 1, 2)), on((1, 6, 1)), batch=24, widths=(48, 144, 96, 24), micro_batch=12
     ),
     "mlp on 2x2": lambda: perceptron(on((2, 1, 1), (1, 2, 1)), on((1, 1, 2), (1, 2, 1)), on((1, 2, 1), (2, 1, 1))),
+    "mlp on 2x2, handshakes": lambda: replace(CASES["mlp on 2x2"](), shakes_hands=True),
     "gpt on 2": lambda: random_case("gpt", GPT, (2,), 2, tied=False),
     "gpt on 2, joint sums": lambda: random_case("gpt", GPT, (2,), 2, tied=False, bucket_bytes=40_000),
     "gpt on 2x2, joint sums, recomputed": lambda: random_case(
@@ -160,9 +165,9 @@ def sent_by(results: list[dict[str, Any]]) -> list[Sent]:
 def test_losses_values_and_bytes_are_those_of_the_applied_plan(counted_ranks, tmp_path, name):
     case = CASES[name]()
     arguments = case.built_in, case.graph, case.strategies, case.workload, exported(case, tmp_path), True
-    assert ("exchange(x, RANKS, Layout((1, 2, 3)).cuts, Layout((3, 1, 2)).cuts)" in Path(arguments[4]).read_text()) == (
-        name == "mlp on 6"
-    )
+    text = Path(arguments[4]).read_text()
+    assert ("exchange(x, RANKS, Layout((1, 2, 3)).cuts, Layout((3, 1, 2)).cuts)" in text) == (name == "mlp on 6")
+    assert ("TYPES, handshake=Handshake(ranks_per_host=2, least_bytes=4))" in text) == case.shakes_hands
     check(lambda: counted_ranks(case.num_ranks).run(f"{JOBS}:train_both", *arguments))
 
 

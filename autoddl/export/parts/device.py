@@ -11,7 +11,7 @@ import oneflow as flow
 
 from autoddl.costmodel.devices import CPU, DEVICE_VARIABLE, GPU
 from autoddl.pipelines.runtime.backend import Backend, check_device
-from autoddl.pipelines.runtime.comm.rendezvous import NO_RENDEZVOUS, Rendezvous
+from autoddl.pipelines.runtime.comm.handshake import NO_HANDSHAKE, Handshake
 from autoddl.pipelines.runtime.ranks.devices import take_gpu
 
 
@@ -20,7 +20,7 @@ def chosen_backend(
     types: tuple[Any, ...],
     cpu_types: tuple[Any, ...] = (),
     scales_losses: bool = False,
-    rendezvous: Rendezvous = NO_RENDEZVOUS,
+    handshake: Handshake = NO_HANDSHAKE,
 ) -> Backend:
     """Return where and in which types this file computes.
 
@@ -29,14 +29,14 @@ def chosen_backend(
         types: compute, master and communication type.
         cpu_types: the same on CPU ranks, if they differ.
         scales_losses: whether losses are scaled.
-        rendezvous: when two CPU ranks meet before they exchange data.
+        handshake: before which exchanges of two CPU ranks there is a handshake.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", default=os.environ.get(DEVICE_VARIABLE, device))
     chosen = parser.parse_known_args()[0].device
     compute, master, communication = cpu_types if chosen == CPU and cpu_types else types
-    met = rendezvous if chosen == CPU else NO_RENDEZVOUS
-    return Backend(chosen, compute, master, communication, scales_losses, met)
+    used = handshake if chosen == CPU else NO_HANDSHAKE
+    return Backend(chosen, compute, master, communication, scales_losses, used)
 
 
 def take_device(backend: Backend) -> None:

@@ -30,7 +30,7 @@ along an axis run at once, without waiting for each other. Two ranks have to mak
 The all-to-all of CPU ranks is a tournament: in each of p - 1 rounds (p, if p is odd) the ranks of a group form pairs, and the two
 of a pair gather what they have for each other (`swap`). OneFlow's own sends and receives one piece after the other, so that at
 most one direction of a link is in use; over four hosts it takes about twice as long. NCCL, on GPUs, does all at once. Two CPU ranks
-of different hosts meet before they exchange much data (:mod:`.rendezvous`).
+of different hosts shake hands before they exchange much data (:mod:`.handshake`).
 
 Unexpected details of OneFlow (0.9.0, CPU):
 
@@ -52,7 +52,7 @@ from autoddl.costmodel.errors import UserError
 from ..backend import is_on_gpu, placement_of, type_name
 from ..load import load_oneflow
 from .mesh import RankAxis, partners_of
-from .rendezvous import NO_RENDEZVOUS, Rendezvous
+from .handshake import NO_HANDSHAKE, Handshake
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -183,11 +183,11 @@ def pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
     )
 
 
-def sum_over(x: Tensor, ranks: tuple[int, ...], rendezvous: Rendezvous = NO_RENDEZVOUS) -> Tensor:
+def sum_over(x: Tensor, ranks: tuple[int, ...], handshake: Handshake = NO_HANDSHAKE) -> Tensor:
     """P -> B: sum a vector over any ranks of the job, in ascending order and including this one; without autograd."""
     if len(ranks) == 1:
         return x
-    return _change_state(x, ranks, (x.numel(),), flow.sbp.partial_sum, flow.sbp.broadcast, rendezvous)
+    return _change_state(x, ranks, (x.numel(),), flow.sbp.partial_sum, flow.sbp.broadcast, handshake)
 
 
 # ---- Point to point -----------------------------------------------------------------------------------------------------
@@ -224,14 +224,14 @@ def receive(shape: tuple[int, ...], dtype: Any, from_rank: int, device: str) -> 
     return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device(device))
 
 
-def swap(x: Tensor, other: int, rendezvous: Rendezvous = NO_RENDEZVOUS) -> Tensor:
+def swap(x: Tensor, other: int, handshake: Handshake = NO_HANDSHAKE) -> Tensor:
     """Give a local tensor to another rank, and return its tensor of the same shape and type; without autograd.
 
     Both directions are in use at once, unlike with `send` and `receive` one after the other.
     """
     pair = sorted((flow.env.get_rank(), other))
     row, shape = x.reshape(1, -1), (2, x.numel())
-    both = _change_state(row, tuple(pair), shape, flow.sbp.split(0), flow.sbp.broadcast, rendezvous)
+    both = _change_state(row, tuple(pair), shape, flow.sbp.split(0), flow.sbp.broadcast, handshake)
     return both[pair.index(other)].reshape(tuple(x.shape))
 
 
@@ -246,7 +246,7 @@ def shift(x: Tensor, axis: RankAxis, backwards: bool = False) -> Tensor:
     group, place = axis.group(flow.env.get_rank()), axis.index(flow.env.get_rank())
     following, previous = group[(place + 1) % axis.size], group[place - 1]
     if following == previous:
-        return swap(x, following, axis.rendezvous)
+        return swap(x, following, axis.handshake)
     if backwards:
         following, previous = previous, following
     # Every second rank sends first: two ranks that both send before they receive would wait for each other.
@@ -292,7 +292,7 @@ def _swap_pieces(pieces: Tensor, axis: RankAxis) -> Tensor:
     arrived = [pieces[me]] * axis.size
     for partner in partners_of(me, axis.size):
         if partner is not None:
-            arrived[partner] = swap(pieces[partner], group[partner], axis.rendezvous)
+            arrived[partner] = swap(pieces[partner], group[partner], axis.handshake)
     return flow.stack(arrived, dim=0)
 
 
@@ -311,11 +311,11 @@ def _pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 def _exchange(x: Tensor, axis: RankAxis, shape: tuple[int, ...], before: Any, after: Any) -> Tensor:
     """As `_change_state`, on the group of this rank along an axis."""
-    return _change_state(x, axis.group(flow.env.get_rank()), shape, before, after, axis.rendezvous)
+    return _change_state(x, axis.group(flow.env.get_rank()), shape, before, after, axis.handshake)
 
 
 def _change_state(
-    x: Tensor, group: tuple[int, ...], shape: tuple[int, ...], before: Any, after: Any, rendezvous: Rendezvous
+    x: Tensor, group: tuple[int, ...], shape: tuple[int, ...], before: Any, after: Any, handshake: Handshake
 ) -> Tensor:
     """Change the state of a tensor on the group's ranks, and return this rank's new local part.
 
@@ -325,19 +325,19 @@ def _change_state(
         shape: Logical shape of the tensor.
         before: Old state.
         after: New state.
-        rendezvous: When two ranks meet before.
+        handshake: Before which exchanges of two ranks there is a handshake.
     """
     tensor = flow.empty(*shape, dtype=x.dtype, placement=placement_of(x.device.type, group), sbp=before)
     own = tensor.to_local()  # shares the storage
     flow._C.assign_local_tensor(own, x.contiguous())
     # All collectives of two ranks are exchanges of halves of the tensor.
-    if x.dtype in _SUMMABLE and rendezvous.is_due(group, tensor.numel() * x.element_size() / 2) and not is_on_gpu(x):
-        _meet(own, *group)
+    if x.dtype in _SUMMABLE and handshake.is_due(group, tensor.numel() * x.element_size() / 2) and not is_on_gpu(x):
+        _shake_hands(own, *group)
     return tensor.to_global(sbp=after).to_local()
 
 
-def _meet(x: Tensor, lower: int, higher: int) -> None:
-    """Let the exchange of a tensor begin at about the same time on two ranks; see :mod:`.rendezvous`."""
+def _shake_hands(x: Tensor, lower: int, higher: int) -> None:
+    """Let the exchange of a tensor begin at about the same time on two ranks; see :mod:`.handshake`."""
     if flow.env.get_rank() == lower:
         send(flow.ones(1), higher)
         return

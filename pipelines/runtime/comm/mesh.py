@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError
 
-from .rendezvous import NO_RENDEZVOUS, Rendezvous
+from .handshake import NO_HANDSHAKE, Handshake
 
 __all__ = ["RankAxis", "partners_of"]
 
@@ -36,7 +36,7 @@ class RankAxis:
         stride: Difference between the ranks of neighbours along the axis.
         num_ranks: Number of ranks of the mesh.
         first_rank: Lowest rank of the mesh.
-        rendezvous: When two ranks meet before they exchange data.
+        handshake: Before which exchanges of two ranks there is a handshake.
 
     >>> RankAxis(size=2, stride=4, num_ranks=8).groups()
     [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -49,7 +49,7 @@ class RankAxis:
     stride: int
     num_ranks: int
     first_rank: int = 0
-    rendezvous: Rendezvous = NO_RENDEZVOUS
+    handshake: Handshake = NO_HANDSHAKE
 
     def __post_init__(self) -> None:
         for name in ("size", "stride", "num_ranks"):

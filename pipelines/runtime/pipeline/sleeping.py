@@ -10,7 +10,7 @@ import numpy as np
 
 from ...schedule import Kind
 from ...times import Times
-from ..backend import HOST
+from ..backend import HOST, Backend
 from ..load import load_oneflow
 from .actions import Agree, BoundaryTensor, Drop, Reduce, Run, Update
 from .engine import execute
@@ -98,9 +98,20 @@ class SleepingWork:
 
 
 def sleep_through(
-    lowered: Lowered, times: Times, row_elements: Sequence[int], gradient_elements: Sequence[int], repeats: int
+    lowered: Lowered,
+    times: Times,
+    row_elements: Sequence[int],
+    gradient_elements: Sequence[int],
+    repeats: int,
+    backend: Backend = HOST,
 ) -> list[Any]:
-    """Execute a schedule ``repeats`` times with `SleepingWork`, and return the report of each; all ranks of the job call."""
+    """Execute a schedule ``repeats`` times with `SleepingWork`, and return the report of each; all ranks of the job call.
+
+    Args:
+        lowered, times, row_elements, gradient_elements: As for `SleepingWork`.
+        repeats: Number of runs.
+        backend: How ranks communicate.
+    """
     rank = flow.env.get_rank()
     work = SleepingWork(lowered, rank, times, row_elements, gradient_elements)
-    return [execute(lowered.program(rank), work, make_transport(lowered.compresses)) for _ in range(repeats)]
+    return [execute(lowered.program(rank), work, make_transport(lowered.compresses, backend)) for _ in range(repeats)]

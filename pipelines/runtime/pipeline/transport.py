@@ -103,7 +103,7 @@ class Transport:
         if len(ranks) > 1:
             self.bytes_reduced += flat.numel() * flat.element_size()
         with self.thread():
-            return sum_over(flat, ranks, self._backend.rendezvous)
+            return sum_over(flat, ranks, self._backend.handshake)
 
 
 class CompressingTransport(Transport):
