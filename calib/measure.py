@@ -44,8 +44,8 @@ import numpy as np
 
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.devices import GPU
-from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.comm.handshake import NO_HANDSHAKE, Handshake, worth_a_token
+from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.ranks.rank import report
 from autoddl.pipelines.runtime.timing import span_of, warm_up

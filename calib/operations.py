@@ -11,8 +11,8 @@ import oneflow as flow
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.pipelines.runtime.backend import Backend, backend_of
 from autoddl.pipelines.runtime.comm.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
-from autoddl.pipelines.runtime.comm.mesh import RankAxis
 from autoddl.pipelines.runtime.comm.handshake import NO_HANDSHAKE, Handshake
+from autoddl.pipelines.runtime.comm.mesh import RankAxis
 
 from .settings import TimedSetting, rows_and_features
 

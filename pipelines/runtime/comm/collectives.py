@@ -51,8 +51,8 @@ from autoddl.costmodel.errors import UserError
 
 from ..backend import is_on_gpu, placement_of, type_name
 from ..load import load_oneflow
-from .mesh import RankAxis, partners_of
 from .handshake import NO_HANDSHAKE, Handshake
+from .mesh import RankAxis, partners_of
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
