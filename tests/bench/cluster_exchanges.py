@@ -21,6 +21,7 @@ JOB = Path(__file__).resolve().parents[1] / "cluster" / "exchange_job.py"
 SIZES, NUM_EXCHANGES, APART_S = (1 << 16, 1 << 18, 1 << 20), 30, 0.02
 #: Trips of a message of OneFlow.
 TRIPS = 4
+NAMES = ("without", "with")
 HEADINGS = ("each sends", "ideal", "handshake", "mean", "fastest tenth", "slowest tenth", "mean / ideal")
 
 
@@ -38,10 +39,10 @@ def exchanges(size: ClusterSize) -> None:
             chosen = random.Random(0)
             delays = [[APART_S * chosen.random() for _ in range(NUM_EXCHANGES)] for _ in range(num_ranks)]
             (folder / "delays.json").write_text(json.dumps(delays))
-            arguments = [*launch_words(cluster), "--", str(folder), str(num_bytes)]
+            arguments = [*launch_words(cluster), "--", str(folder), str(num_bytes), *NAMES]
             run(cluster, "launch", "plan.json", str(JOB), *arguments, folder=folder)
             times = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-            for name in ("without", "with"):
+            for name in NAMES:
                 rows.append(_row(name, num_bytes, num_bytes / ours, [each[name] for each in times]))
     title = f"Exchanges of two ranks that begin up to {format_seconds(APART_S)} apart: {size.described()}"
     show(title, HEADINGS, rows, 3)

@@ -1,7 +1,8 @@
-"""Ranks of two hosts exchange data in pairs, in turn without and with a handshake.
+"""Ranks of two hosts exchange data in pairs, without and with a handshake in turn.
 
-``autoddl launch PLAN exchange_job.py -- FOLDER BYTES``; the folder has the file ``delays.json``: for each rank, how long it sleeps
-before each exchange [s]. Each rank writes when its exchanges began and ended [s], by the machine's clock, which both hosts share.
+``autoddl launch PLAN exchange_job.py -- FOLDER BYTES [without] [with]``; the folder has the file ``delays.json``: for each rank,
+how long it sleeps before each exchange [s]. Each rank writes when its exchanges began and ended [s], by the machine's clock, which
+both hosts share.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def main() -> None:
     folder, num_bytes = Path(sys.argv[1]), int(sys.argv[2])
     rank, num_ranks = flow.env.get_rank(), flow.env.get_world_size()
     other = (rank + num_ranks // 2) % num_ranks
-    handshakes = {"without": NO_HANDSHAKE, "with": handshake_of(autoddl.launched().load_plan().cluster)}
+    known = {"without": NO_HANDSHAKE, "with": handshake_of(autoddl.launched().load_plan().cluster)}
+    handshakes = {name: known[name] for name in sys.argv[3:]}
     x = flow.ones(num_bytes // 4)
     for handshake in handshakes.values():  # connects
         swap(x, other, handshake)

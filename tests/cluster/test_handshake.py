@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -25,10 +24,10 @@ pytestmark = [
 ]
 JOB = Path(__file__).with_name("exchange_job.py")
 COMMAND = str(Path(sys.executable).with_name("autoddl"))
-#: A message of OneFlow passes the network four times.
-LATENCY_S = 0.02
-WIRE, LINKS = "20Mbit,20ms", ["--latency", "80ms", "--bandwidth", "2.5MB/s"]
-NUM_BYTES, NUM_EXCHANGES = 1 << 20, 5
+#: A latency far beyond what a rank waits for a core, since ranks have to begin within one; a message of OneFlow has four.
+LATENCY_S = 0.05
+WIRE, LINKS = "20Mbit,50ms", ["--latency", "200ms", "--bandwidth", "2.5MB/s"]
+NUM_BYTES, NUM_EXCHANGES = 1 << 21, 12
 
 
 def overlap(begin: float, end: float, readings: np.ndarray) -> float:
@@ -50,7 +49,7 @@ def overlap(begin: float, end: float, readings: np.ndarray) -> float:
 
 
 def test_the_overlap_of_two_senders():
-    """Each sends a mebibyte in 10 s of 20: at once, one after the other, and half of the time."""
+    """Each sends its bytes in 10 s of 20: at once, one after the other, and half of the time."""
     ramp = np.clip(np.arange(101) / 50, 0, 1) * NUM_BYTES
     times = np.linspace(0, 20, 101)
     for shift, expected in ((0, 1.0), (50, 0.0), (20, 0.5)):
@@ -59,27 +58,20 @@ def test_the_overlap_of_two_senders():
 
 
 def test_after_a_handshake_both_directions_are_in_use_at_once(tmp_path):
-    """Rank 1 begins 60 ms after rank 0, and a latency is 20 ms: by itself, each waits for all that the other one sends."""
-    words = [
-        "plan",
-        "mlp:64,64,64",
-        "--cluster",
-        "local-cpu",
-        "--nodes",
-        "2",
-        "--devices-per-node",
-        "1",
-        "--batch",
-        "8",
-    ]
-    assert main([*words, *LINKS, "-o", str(tmp_path / "plan.json"), "--quiet"]) == 0
+    """Rank 1 begins three latencies after rank 0. Without a handshake, chance decides: about every second exchange overlaps.
+
+    Twelve exchanges of a second each, and the start of hosts and ranks.
+    """
+    options = ["--nodes", "2", "--devices-per-node", "1", "--batch", "8", *LINKS]
+    plan = str(tmp_path / "plan.json")
+    assert main(["plan", "mlp:64,64,64", "--cluster", "local-cpu", *options, "-o", plan, "--quiet"]) == 0
     size = ClusterSize(2, 1, parse_link(WIRE))
     (tmp_path / "hosts").mkdir()
     with emulated(tmp_path / "hosts", size) as cluster:
         (tmp_path / "delays.json").write_text(json.dumps([[delay_s] * NUM_EXCHANGES for delay_s in (0, 3 * LATENCY_S)]))
         command = [COMMAND, "launch", "plan.json", str(JOB), "--ssh", cluster.ssh, "--hosts", ",".join(size.hosts)]
         job = subprocess.Popen(
-            cluster.command("login", *command, "--", str(tmp_path), str(NUM_BYTES), folder=tmp_path),
+            cluster.command("login", *command, "--", str(tmp_path), str(NUM_BYTES), "with", folder=tmp_path),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -96,10 +88,8 @@ def test_after_a_handshake_both_directions_are_in_use_at_once(tmp_path):
             printed = job.communicate()[0]
         assert job.returncode == 0, printed
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    overlaps = {
-        name: statistics.median(
-            overlap(max(a[0], b[0]), max(a[1], b[1]), np.array(readings)) for a, b in zip(first[name], second[name])
-        )
-        for name in ("without", "with")
-    }
-    assert overlaps["without"] < 0.5 < overlaps["with"]
+    overlaps = [
+        overlap(max(one[0], other[0]), max(one[1], other[1]), np.array(readings))
+        for one, other in zip(first["with"], second["with"])
+    ]
+    assert sum(each > 0.5 for each in overlaps) >= 0.75 * NUM_EXCHANGES, overlaps
