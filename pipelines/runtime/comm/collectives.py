@@ -339,7 +339,7 @@ def _change_state(
 def _shake_hands(x: Tensor, lower: int, higher: int) -> None:
     """Let the exchange of a tensor begin at about the same time on two ranks; see :mod:`.handshake`."""
     if flow.env.get_rank() == lower:
-        send(flow.ones(1), higher)
+        send(flow.ones(1, device=x.device), higher)
         return
     token = receive((1,), flow.float32, lower, CPU)
     place = (slice(0, 1),) * len(x.shape)
