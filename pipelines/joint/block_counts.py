@@ -83,9 +83,14 @@ def _bounding_table(search: StageSearch, first: int, stop: int, passes: Passes, 
     high = search.table(first, stop, first_blocks(numbers[-1]), passes)
     if low is None or high is None:
         return None
+    return search.derived(("bounding", id(low), id(high)), lambda: _with_memory_of(low.table, high.table))
+
+
+def _with_memory_of(low: VectorTable, high: VectorTable) -> VectorTable:
+    """A table with the times of the first one and the memory of the second one, without sides."""
     sums = []
-    for times, memory in zip(low.table.sums, high.table.sums):
+    for times, memory in zip(low.sums, high.sums):
         both = times.copy()
         both[:, _KEPT] = memory[:, _KEPT]
         sums.append(both)
-    return replace(low.table, sums=tuple(sums), keys=())
+    return replace(low, sums=tuple(sums), keys=())

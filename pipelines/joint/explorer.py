@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from autoddl.costmodel.workload import Workload
 from ..generators import GeneratorError
 from ..periods import Insertions, insertions
 from ..pumping import PumpedGraph, zones_between
+from ..schedule import Schedule
 from ..stepgraph import StepGraph
 from ..tasktable import tabulate
 from .boundary import least_crossing_s
@@ -102,12 +104,14 @@ class ScheduleGraph:
 
     Attributes:
         graph: The step graph; None for asynchronous schedules, whose period is not a longest path.
+        is_rough: Whether the graph misses the waiting of workers for each other while a schedule repeats.
         paths: Per path, how often it passes through each term (:class:`autoddl.pipelines.stepgraph.Terms`); the latest path first.
         bounds: The best linear bounds of settings: weights of the terms, and the price of a byte on the workers of each stage; the
             latest first.
     """
 
     graph: StepGraph | PumpedGraph | None
+    is_rough: bool = False
     paths: list[np.ndarray] = field(default_factory=list)
     bounds: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
@@ -121,6 +125,35 @@ class ScheduleGraph:
         if not any(np.array_equal(path, other) for other in self.paths):
             self.paths.insert(0, path)
             del self.paths[_MAX_PATHS:]
+
+
+class _GraphKey(NamedTuple):
+    """What a step graph depends on.
+
+    Attributes:
+        spec: The schedule.
+        widths: Number of devices of the workers, which is the same for all or one number for each.
+        recomputes: Whether stages are recomputed.
+    """
+
+    spec: PipelineSchedule
+    widths: int | tuple[int, ...]
+    recomputes: bool
+
+    def schedule(self) -> Schedule:
+        """The schedule itself."""
+        return self.spec.schedule(self.widths, (self.recomputes,) * self.spec.num_stages)
+
+
+def _shortened(key: _GraphKey, multiple: int) -> _GraphKey | None:
+    """A schedule with about ``multiple`` micro-batches for each worker: a whole number of periods less than the given one.  None if
+    that is more than half of the micro-batches."""
+    spec = key.spec
+    least, period = multiple * spec.num_workers, spec.period
+    count = least + (spec.num_micro_batches - least) % period
+    if 2 * count > spec.num_micro_batches:
+        return None
+    return key._replace(spec=replace(spec, num_micro_batches=count))
 
 
 class Explorer:
@@ -246,81 +279,85 @@ class Explorer:
 
     def schedule_graph(self, setting: Setting) -> ScheduleGraph:
         """The step graph of a setting's schedule, with recomputation tasks if recomputation of stages is allowed."""
-        return self._cached_graph(("whole", *self._schedule_key(setting)), lambda: self._make_graph(setting, None))
+        return self._whole_graph(self._graph_key(setting))
 
-    def condensed_graph(self, setting: Setting) -> ScheduleGraph | None:
-        """The step graph of a shorter schedule whose steps are lower bounds on those of a long schedule
-        (:mod:`autoddl.pipelines.pumping`, or else :mod:`autoddl.pipelines.periods`); None if the schedule is short itself or not
-        periodic."""
-        spec = setting.schedule
+    def simpler_graph(self, setting: Setting) -> ScheduleGraph | None:
+        """A step graph whose steps are lower bounds on those of a setting's schedule, and which is smaller, or shared with other
+        settings; None if there is none.
+
+        Long schedules that are periodic have a condensed graph (:mod:`autoddl.pipelines.pumping`, or else
+        :mod:`autoddl.pipelines.periods`).  Schedules on workers of unequal widths count as if all of them reduced gradients: a
+        worker of one device, which does not, updates its weights after its last task; a reduction begins no later.
+        """
+        own = self._graph_key(setting)
+        key = own if isinstance(own.widths, int) else own._replace(widths=max(own.widths))
+        condensed = self._condensed_graph(key)
+        if condensed is not None:
+            return condensed
+        return None if key == own else self._whole_graph(key)
+
+    def _whole_graph(self, key: _GraphKey) -> ScheduleGraph:
+        return self._cached_graph(("whole", *key), lambda: self._make_graph(key, None))
+
+    def _condensed_graph(self, key: _GraphKey) -> ScheduleGraph | None:
+        """The condensed graph of a long schedule; None if the schedule is short itself or not periodic."""
+        spec = key.spec
         if not spec.synchronous or spec.num_stages * spec.num_micro_batches < _MIN_PASSES_TO_CONDENSE:
             return None
         for multiple in (_MICRO_BATCHES_TO_PUMP, *_MICRO_BATCHES_TO_CONDENSE):
             is_pumped = multiple == _MICRO_BATCHES_TO_PUMP
-            short = self._shortened(setting, multiple)
+            short = _shortened(key, multiple)
             if short is None:
                 continue
-            key = ("condensed", is_pumped, spec.num_micro_batches, *self._schedule_key(short))
+            name = ("condensed", is_pumped, spec.num_micro_batches, *short)
             try:
-                condensed = self._cached_graph(key, partial(self._make_condensed_graph, setting, short, is_pumped))
+                condensed = self._cached_graph(name, partial(self._make_condensed_graph, key, short, is_pumped))
             except GeneratorError:
                 continue
             if condensed.graph is not None:
                 return condensed
         return None
 
-    def _shortened(self, setting: Setting, multiple: int) -> Setting | None:
-        """A setting with about ``multiple`` micro-batches for each worker: a whole number of periods less than the given one.  None
-        if that is more than half of the micro-batches."""
-        spec = setting.schedule
-        least, period = multiple * spec.num_workers, spec.period
-        count = least + (spec.num_micro_batches - least) % period
-        if 2 * count > spec.num_micro_batches:
-            return None
-        return replace(setting, schedule=replace(spec, num_micro_batches=count))
-
-    def _make_condensed_graph(self, setting: Setting, short: Setting, is_pumped: bool) -> ScheduleGraph:
+    def _make_condensed_graph(self, key: _GraphKey, short: _GraphKey, is_pumped: bool) -> ScheduleGraph:
         """The graph of a short schedule in which the tasks of a period are repeated as often as the given one has more of them.
 
         If ``is_pumped``, parts of its longest paths are repeated, too; no graph if nothing repeats in this way.
         """
-        (spec, widths, recomputes), period = self._schedule_key(short), short.schedule.period
-        longer = replace(spec, num_micro_batches=spec.num_micro_batches + period)
-        few, many = (one.schedule(widths, (recomputes,) * spec.num_stages) for one in (spec, longer))
+        spec, period = short.spec, short.spec.period
+        longer = short._replace(spec=replace(spec, num_micro_batches=spec.num_micro_batches + period))
+        few, many = short.schedule(), longer.schedule()
         zones = zones_between(few, many) if is_pumped else None
         inserted = None if is_pumped and zones is None else insertions(few, many)
         if inserted is None:
             return ScheduleGraph(None)
-        num_periods = (setting.schedule.num_micro_batches - spec.num_micro_batches) // period
-        key = ("added", *self._schedule_key(short))
-        once = self._cached_graph(key, partial(self._make_graph, short, inserted)).graph
+        num_periods = (key.spec.num_micro_batches - spec.num_micro_batches) // period
+        once = self._cached_graph(("added", *short), partial(self._make_graph, short, inserted)).graph
         assert isinstance(once, StepGraph)
         condensed = once.with_repeated_insertions(num_periods)
         if zones is None:
-            return ScheduleGraph(condensed)
-        plain = self.schedule_graph(short).graph
+            return ScheduleGraph(condensed, is_rough=True)
+        plain = self._whole_graph(short).graph
         assert isinstance(plain, StepGraph)
         return ScheduleGraph(PumpedGraph(condensed, plain, tabulate(few), zones, num_periods))
 
-    def _make_graph(self, setting: Setting, inserted: Insertions | None) -> ScheduleGraph:
-        spec, widths, recomputes = self._schedule_key(setting)
+    def _make_graph(self, key: _GraphKey, inserted: Insertions | None) -> ScheduleGraph:
+        spec = key.spec
         if not spec.synchronous:
             return ScheduleGraph(None)
         stages = range(spec.num_stages)
-        schedule = spec.schedule(widths, (recomputes,) * spec.num_stages)
         passes = [spec.backward_passes(stage) for stage in stages]
         input_passes = [spec.input_passes(stage) for stage in stages]
-        return ScheduleGraph(StepGraph(schedule, passes, input_passes, inserted))
+        return ScheduleGraph(StepGraph(key.schedule(), passes, input_passes, inserted))
 
-    def _schedule_key(self, setting: Setting) -> tuple[PipelineSchedule, int | tuple[int, ...], bool]:
-        """The arguments of a setting's schedule: spec, capped widths, and whether stages are recomputed.
+    def _graph_key(self, setting: Setting) -> _GraphKey:
+        """What the step graph of a setting depends on.
 
         A schedule depends on the widths of the workers only by whether a worker has more than one device, because then its
         gradients are all-reduced.  So widths are capped at 2.
         """
         widths = widths_of(setting.mesh)
         capped = min(widths, 2) if isinstance(widths, int) else tuple(min(width, 2) for width in widths)
-        return setting.schedule, capped, "stage" in self.recomputations
+        return _GraphKey(setting.schedule, capped, "stage" in self.recomputations)
 
     def _cached_graph(self, key: object, make: Callable[[], ScheduleGraph]) -> ScheduleGraph:
         """The cached graph of a key, made if it is missing; the least recently used graphs are dropped."""

@@ -21,7 +21,10 @@ Three rules keep the search small:
 -   *Failed states.*  If a state has no selection below the threshold, no state of the same (s, unit, layout) whose sums are all at
     least as large has one.
 -   *Order.*  :meth:`RowSearch.find` goes depth first, the extension of the least bound first.  If this finds no selection within
-    some hundred states, it goes breadth first: it extends all states of a stage together, and drops dominated ones.
+    some hundred states, an integer program decides (:mod:`.selection_program`).  It keeps to constraints up to a tolerance, so
+    selections that it finds are added up again.  If one after the other turns out not to be below the threshold, as plans that
+    are as good as the incumbent do, the search goes breadth first: it extends all states of a stage together, and drops dominated
+    ones.
 """
 
 from __future__ import annotations
@@ -39,13 +42,16 @@ from autoddl.costmodel.distribution import Axis
 from .cut_graph import Bound, CutGraph
 from .cut_regions import Region
 from .row_states import Extensions, FailedStates, States, groups_of
+from .selection_program import Crossing, SelectionProgram, SharedSeconds
 
 __all__ = ["RowSearch", "Selection", "TooManyStatesError"]
 
 #: Largest number of states of one stage in the breadth-first search.
 _MAX_STATES = 300_000
-#: Number of states that the depth-first search visits before the breadth-first search begins.
+#: Number of states that the depth-first search visits before the integer program is solved.
 _MAX_DEPTH_FIRST = 300
+#: Number of selections of the integer program that turn out not to be below the threshold before the breadth-first search begins.
+_MAX_CLOSE = 20
 #: Number of extensions that the breadth-first search computes at once.
 _CHUNK = 1 << 17
 
@@ -79,13 +85,22 @@ class RowSearch:
         region: The region.
         threshold: Value that a selection must be below in every bound [s]; may be lowered later.
         check: Called from time to time; it may raise an exception that ends the search.
+        left_s: Returns the seconds that are left for the search.
 
     Raises:
         TooManyStatesError: The model shares weights between other units than the first and the last one.
     """
 
-    def __init__(self, cut_graph: CutGraph, region: Region, threshold: float, check: Callable[[], None]) -> None:
-        self.cut_graph, self.region, self.threshold, self.check = cut_graph, region, threshold, check
+    def __init__(
+        self,
+        cut_graph: CutGraph,
+        region: Region,
+        threshold: float,
+        check: Callable[[], None],
+        left_s: Callable[[], float],
+    ) -> None:
+        self.cut_graph, self.region, self.threshold = cut_graph, region, threshold
+        self.check, self.left_s = check, left_s
         self.bounds: list[Bound] = []
         #: Per bound the costs of all arcs, shape (stages, units + 1, units + 1).
         self._costs: list[np.ndarray] = []
@@ -182,6 +197,7 @@ class RowSearch:
 
         Raises:
             TooManyStatesError: There are too many states.
+            TimeoutError: The integer program was not solved in the time that is left.
             UnsettledError: Raised by ``check``.
         """
         self._num_visited = 0
@@ -190,7 +206,20 @@ class RowSearch:
         try:
             return selection[::-1] if self._depth_first(0, 0, -1, sums, selection) else None
         except TooManyStatesError:
-            return self._breadth_first(sums)
+            pass
+        ends = [0, *(first for first, _ in self.region.ranges), self.cut_graph.num_units]
+        program = self._selection_program(ends)
+        for _ in range(_MAX_CLOSE):
+            self.check()
+            rows = program.find(self.left_s())
+            if rows is None:
+                return None
+            extensions = [self._extensions_from(stage, unit) for stage, unit in enumerate(ends[:-1])]
+            if self._is_below(rows, ends, sums):
+                found = zip(range(len(rows)), ends, ends[1:], rows, extensions)
+                return [(stage, first, stop, int(of_stage.row[row])) for stage, first, stop, row, of_stage in found]
+            program.exclude(rows)
+        return self._breadth_first(sums)
 
     def _depth_first(self, stage: int, unit: int, layout: int, sums: np.ndarray, selection: Selection) -> bool:
         """Return whether a state has a selection; if so, append its stages to ``selection``, the last one first."""
@@ -213,6 +242,66 @@ class RowSearch:
                 return True
         failed.add(sums)
         return False
+
+    def _selection_program(self, ends: Sequence[int]) -> SelectionProgram:
+        """Return the integer program of the rows of a cut.
+
+        Args:
+            ends: The first unit of each stage, and the number of units.
+        """
+        homes = self.cut_graph.demand.homes
+        return SelectionProgram(
+            [self._extensions_from(stage, unit) for stage, unit in enumerate(ends[:-1])],
+            [[stage for _, stage in homes[worker]] for worker in self._workers],
+            self.cut_graph.limit_bytes,
+            self.threshold,
+            [crossing for stage, unit in enumerate(ends[1:-1]) for crossing in self._dear_crossings(stage, ends[stage], unit)],
+            [self._shared_of_rows(weight, ends) for weight in self._shared],
+        )
+
+    def _dear_crossings(self, stage: int, first: int, unit: int) -> list[Crossing]:
+        """Return the known transfers behind a stage that take longer than the least.
+
+        Args:
+            stage: The stage.
+            first: Its first unit.
+            unit: The first unit behind it.
+        """
+        sources = np.unique(self._extensions_from(stage, first).exit)
+        behind = self._extensions_from(stage + 1, unit)
+        targets, index = np.unique(behind.entry, return_index=True)
+        crossings: list[Crossing] = []
+        for source in sources[sources >= 0].tolist():
+            costs = self._extra_crossing_costs(stage + 1, unit, source, behind)[index]
+            crossings += [
+                Crossing(stage, source, target, cost) for target, cost in zip(targets.tolist(), costs) if cost.any()
+            ]
+        return crossings
+
+    def _shared_of_rows(self, weight: _SharedWeight, ends: Sequence[int]) -> SharedSeconds:
+        """Return the all-reduce of a shared weight for the rows of a cut; ``ends`` as :meth:`_selection_program`."""
+        of_rows = {
+            stage: self._shared_seconds(weight, self._extensions_from(stage, ends[stage]).shared[:, number])
+            for stage, number in (weight.early, weight.late)
+        }
+        return SharedSeconds(of_rows, np.array([self._shared_count(weight, bound) for bound in self.bounds]))
+
+    def _is_below(self, rows: Sequence[int], ends: Sequence[int], sums: np.ndarray) -> bool:
+        """Return whether a selection is below the threshold on every bound and fits.
+
+        Args:
+            rows: Per stage the index of its extension.
+            ends: As :meth:`_selection_program`.
+            sums: The first state.
+        """
+        layout = -1
+        for stage, (unit, row) in enumerate(zip(ends, rows)):
+            extensions = self._extensions_from(stage, unit)
+            new, pairs, _ = self._extend(stage, unit, layout, sums[None], extensions)
+            if row not in pairs:
+                return False
+            sums, layout = new[int(np.flatnonzero(pairs == row)[0])], int(extensions.exit[row])
+        return True
 
     def _breadth_first(self, sums: np.ndarray) -> Selection | None:
         """Return a selection from the first state on, by extending all undominated states of each stage; None if there is none."""
@@ -418,10 +507,13 @@ class RowSearch:
     def _add_shared_all_reduce(self, weight: _SharedWeight, nbytes: np.ndarray, sums: np.ndarray) -> None:
         """Add the all-reduce of a shared weight at both of its stages to the sums of every bound."""
         seconds = self._shared_seconds(weight, nbytes)
-        all_reduce = self.cut_graph.terms.all_reduce
         for number, bound in enumerate(self.bounds):
-            weights = bound.weights[all_reduce]
-            sums[:, number] += (weights[weight.early[0]] + weights[weight.late[0]]) * seconds
+            sums[:, number] += self._shared_count(weight, bound) * seconds
+
+    def _shared_count(self, weight: _SharedWeight, bound: Bound) -> float:
+        """Return how often the all-reduce of a shared weight counts in a bound: once for each of its stages."""
+        weights = bound.weights[self.cut_graph.terms.all_reduce]
+        return float(weights[weight.early[0]] + weights[weight.late[0]])
 
     def _shared_seconds(self, weight: _SharedWeight, nbytes: np.ndarray) -> np.ndarray:
         """Return the least seconds that no backward pass hides of the all-reduce between the two workers of a shared weight, for

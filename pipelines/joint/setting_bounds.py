@@ -93,7 +93,7 @@ class SettingBounds:
     Attributes:
         cut_graph: The arcs of the setting.
         relaxation: The linear program.
-        is_condensed: Whether a shorter schedule stands for the setting's.
+        is_simpler: Whether a simpler graph stands for that of the setting's schedule (:meth:`.explorer.Explorer.simpler_graph`).
         even_times: Times of the even fractional cut with its units run so that they fit; None if it does not fit.
         deadline: When the search is given up.
         is_quick: Whether bounds that are nearly as good as they get are not raised further.
@@ -103,9 +103,9 @@ class SettingBounds:
         demand = explorer.memory_demand(setting.schedule)
         assert demand is not None
         self.explorer, self.setting, self.incumbent = explorer, setting, incumbent
-        condensed = explorer.condensed_graph(setting)
-        self.is_condensed = condensed is not None
-        self.schedule_graph = condensed or explorer.schedule_graph(setting)
+        simpler = explorer.simpler_graph(setting)
+        self.is_simpler = simpler is not None
+        self.schedule_graph = simpler or explorer.schedule_graph(setting)
         self.cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
         stages_of_workers = [[stage for _, stage in held] for held in demand.homes]
         self.relaxation = Relaxation(self.cut_graph.runs, stages_of_workers, self.cut_graph.limit_bytes)
@@ -121,7 +121,7 @@ class SettingBounds:
     @property
     def is_rough(self) -> bool:
         """Whether the graph is a condensed one that misses the waiting of workers for each other while a schedule repeats."""
-        return self.is_condensed and not isinstance(self.schedule_graph.graph, PumpedGraph)
+        return self.schedule_graph.is_rough
 
     @property
     def whole_region(self) -> Region:
@@ -130,7 +130,7 @@ class SettingBounds:
 
     def use_whole_schedule(self) -> None:
         """Use the graph of the setting's own schedule from now on."""
-        self.schedule_graph, self.is_condensed = self.explorer.schedule_graph(self.setting), False
+        self.schedule_graph, self.is_simpler = self.explorer.schedule_graph(self.setting), False
 
     # ------------------------------------------------------------------------------------------------- paths and columns
 

@@ -14,14 +14,14 @@ best plan so far of any setting), reduced by a relative 1e-9.  A setting is *set
 **Three phases**, each for what the one before leaves open:
 
 1.  *All cuts together.*  The best linear bound over all cuts (:mod:`.setting_bounds`) settles most settings.
-2.  *Cut by cut.*  The integer program of :mod:`.cut_program` finds a cut that is below the threshold on all known bounds.  If there
-    is none, the setting is settled.  Otherwise the cut is excluded by a new bound: the best one at the point halfway between the
+2.  *Cut by cut.*  The integer program of :mod:`.cut_program` finds a cut that is below the threshold on all known bounds: the
+    best one, or any one if that takes long.  If there is none, the setting is settled.  Otherwise the cut is excluded by a new bound: the best one at the point halfway between the
     best fractional cut and this cut, which excludes many similar cuts too; else the best one at the cut itself (Benders' cutting
     planes; Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation algorithms", 2007, choose such points).
 3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.row_search`).
     This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.
 
-A long schedule is replaced by a condensed one until there is a cut that this one does not exclude.
+The graph of a schedule is replaced by a simpler one, if there is one, until there is a cut that this one does not exclude.
 
 Heuristics provide incumbents (:mod:`.cut_trials`).  A search that ends undecided can be resumed; it goes on where it was.
 """
@@ -58,12 +58,17 @@ _MAX_RUNS_OF_EVEN_CUT = 4
 #: Cuts are tried before they are searched only if the step of the best fractional cut is below this part of the threshold: whole
 #: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof.
 _PROMISING, _PROMISING_IF_EARLY = 0.94, 0.98
+#: Before the rows of a cut are searched, the cut is tried only if its bound is below this part of the threshold: trials hardly ever
+#: find the plans of a cut whose bound is closer, if there are any.
+_WORTH_A_TRIAL = 0.99
 #: Largest number of paths that restrict the rows of a stage.
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
 _MAX_CUT_PATHS = 60
 #: How far from the best fractional cut to a whole cut the point is at which a bound is made that excludes the cut.
 _STEP_TO_CUT = 0.5
+#: Seconds of the integer program for the cut of the least bound; any cut below the threshold is found sooner.
+_BEST_CUT_S = 0.1
 #: Largest number of cuts that are explored before there is an incumbent.  Without one a bound excludes no other cut, so that the
 #: search of a setting without a plan might go through all cuts.
 _MAX_CUTS_WITHOUT_PLAN = 10
@@ -245,7 +250,7 @@ class SettingSearch:
 
     def _is_promising(self, region_bound: RegionBound) -> bool:
         """Return whether cuts are worth trying before they are searched."""
-        if self.bounds.is_condensed and not (self.is_quick or self.is_early):
+        if self.bounds.is_simpler and not (self.is_quick or self.is_early):
             return False  # they are tried with the whole schedule, if it comes to that
         part = _PROMISING_IF_EARLY if self.is_early else _PROMISING
         return region_bound.fractional_s < part * self.incumbent.threshold
@@ -288,12 +293,16 @@ class SettingSearch:
             TimeoutError, UnsettledError: The deadline was over; the region is left.
         """
         least_s, _, region = self._regions[0]
+        threshold, left_s = self.incumbent.threshold, self.deadline.left_s
         cut: Cut | None
-        if math.isfinite(self.best_s):
-            cut = program.find(region, self.incumbent.threshold, self.deadline.left_s)
-        else:
-            solved = program.solve(region, math.inf, self.deadline.left_s)
-            least_s, cut = (least_s, None) if solved is None else solved
+        try:
+            # The cut of the least bound first: better plans are found earlier.
+            solved = program.solve(region, threshold, min(_BEST_CUT_S, left_s) if math.isfinite(threshold) else left_s)
+            least_s, cut = (least_s, None) if solved is None else (max(least_s, solved[0]), solved[1])
+        except TimeoutError:
+            if math.isinf(threshold):
+                raise
+            cut = program.find(region, threshold, left_s)
         left = [] if cut is None else self._explore_cut(program, region, cut, all_cuts)
         heapq.heappop(self._regions)
         for part in left:
@@ -325,7 +334,7 @@ class SettingSearch:
         # The linear program for this cut alone.
         cut_bound = self.bounds.of_cut(cut)
         if not self._is_settled(cut_bound.least_s):
-            if self.bounds.is_condensed:
+            if self.bounds.is_simpler:
                 # Perhaps the schedule itself takes longer.
                 self.bounds.use_whole_schedule()
                 program.add(self._bound_all_cuts().bound)
@@ -357,7 +366,8 @@ class SettingSearch:
             TooManyError: A stage has too many rows.
             TooManyStatesError: There are too many selections of rows.
         """
-        self.trials.try_cut(cut, cut_bound.bound.weights)
+        if cut_bound.least_s < _WORTH_A_TRIAL * self.incumbent.threshold:
+            self.trials.try_cut(cut, cut_bound.bound.weights)
         # Without the layouts at the sides of stages there are fewer rows; this settles most cuts.
         if not self._is_settled_by_rows(cut, cut_bound, has_sides=False):
             self._is_settled_by_rows(cut, cut_bound, has_sides=True)
@@ -383,7 +393,13 @@ class SettingSearch:
         """
         cut_graph = self.cut_graph.without_rows()
         bounds = [cut_bound.bound, *(Bound(path) for path in self.relaxation.latest_paths(_MAX_ROW_PATHS))]
-        search = RowSearch(cut_graph, Region.of_cut(cut), self.incumbent.exact_threshold, self._check_time)
+        search = RowSearch(
+            cut_graph,
+            Region.of_cut(cut),
+            self.incumbent.exact_threshold,
+            self._check_time,
+            lambda: self.deadline.left_s,
+        )
         for bound in bounds:
             search.add(bound)
         unit_times = times_of_cuts(cut_graph, [cut], cut_bound.vectors)[:, 0]

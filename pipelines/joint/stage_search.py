@@ -367,11 +367,21 @@ class StageSearch:
         """For each weighting, a choice of the least weighted sum; no rows if there is no feasible choice."""
         return least_choices(self._table_without_sides(stage_table), weights)
 
+    def derived(self, key: object, make: Callable[[], VectorTable]) -> VectorTable:
+        """The table of a key, which is derived from stage tables; cached, so that its elimination steps are computed once for all
+        schedules.
+
+        Args:
+            key: Identifies the stage tables by their ``id``, and what is derived from them.
+            make: Makes the table if it is missing.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
     def _table_without_sides(self, stage_table: StageTable) -> VectorTable:
-        """The table without layouts at the sides; cached, so that its elimination steps are computed once for all schedules."""
-        if id(stage_table) not in self._derived:
-            self._derived[id(stage_table)] = replace(stage_table.table, keys=())
-        return self._derived[id(stage_table)]
+        """The table without layouts at the sides."""
+        return self.derived(id(stage_table), lambda: replace(stage_table.table, keys=()))
 
     def least_memory(
         self, first: int, stop: int, recompute: str, passes: Passes, demand: StageDemand, has_buffer: bool = True
@@ -396,11 +406,11 @@ class StageSearch:
         self, stage_table: StageTable, recompute: str, weights: tuple[float, ...], counts: np.ndarray
     ) -> VectorTable:
         """The table with two components: weighted seconds, and resident bytes (without their constant part)."""
-        key = (id(stage_table), recompute == "stage", weights, *counts.tolist())
-        if key not in self._derived:
+        forward_weight = weights[0] + (weights[2] if recompute == "stage" else 0.0)
+        time_weights = np.array([forward_weight, weights[1], weights[3]])
+
+        def make() -> VectorTable:
             table = stage_table.table
-            forward_weight = weights[0] + (weights[2] if recompute == "stage" else 0.0)
-            time_weights = np.array([forward_weight, weights[1], weights[3]])
             sums = tuple(np.column_stack([s[:, :3] @ time_weights, s[:, MEMORY] @ counts]) for s in table.sums)
             edges = []
             for edge in table.edges:
@@ -408,18 +418,20 @@ class StageSearch:
                 costs = time_weights[0] * forward.class_costs + time_weights[1] * backward.class_costs
                 class_costs = ClassCosts(costs, forward.rows, forward.columns)
                 edges.append(VectorEdge(edge.source, edge.target, ((0, class_costs),)))
-            self._derived[key] = VectorTable(sums, table.sizes, tuple(edges))
-        return self._derived[key]
+            return VectorTable(sums, table.sizes, tuple(edges))
+
+        return self.derived((id(stage_table), recompute == "stage", weights, *counts.tolist()), make)
 
     def _table_with_memory(self, stage_table: StageTable, counts: np.ndarray, has_sides: bool = True) -> VectorTable:
         """The table with components forward, backward, gradient, resident bytes (without their constant part), and then the bytes
         of every shared weight."""
-        key = (id(stage_table), has_sides, *counts.tolist())
-        if key not in self._derived:
+
+        def make() -> VectorTable:
             table = stage_table.table
             sums = tuple(np.column_stack([s[:, :3], s[:, MEMORY] @ counts, s[:, MEMORY.stop :]]) for s in table.sums)
-            self._derived[key] = VectorTable(sums, table.sizes, table.edges, table.keys if has_sides else ())
-        return self._derived[key]
+            return VectorTable(sums, table.sizes, table.edges, table.keys if has_sides else ())
+
+        return self.derived((id(stage_table), has_sides, *counts.tolist()), make)
 
 
 def _guide(row_filter: RowFilter, recompute: str, constant: float, num_components: int) -> Guide:

@@ -1,0 +1,195 @@
+"""Whether a cut has a selection of rows below a threshold on every bound: an integer program.
+
+Stage s has candidate rows (:mod:`.row_search`).  Row i costs c(k, s, i) in bound k, with the least transfers behind the stage.  The
+variable x(s, i) is 1 if row i is selected.  The program has the constraints
+
+    sum over s, i of c(k, s, i) x(s, i)  +  crossings  +  shared weights  <=  threshold       for every bound k
+    sum over i of x(s, i)  =  1                                                               for every stage s
+    sum over w's stages s and i of bytes(s, i) x(s, i)  +  buffer(w)  <=  limit               for every worker w
+    buffer(w)  >=  sum over i of buffer(s, i) x(s, i)                                         for every stage s of w
+
+*Crossings.*  A transfer between two layouts, l before the boundary and m behind it, may take longer than the least.  Its extra
+seconds count y times, where y >= 0 and
+
+    y  >=  sum over the rows i of exit l of x(s, i)  +  sum over the rows i of entry m of x(s + 1, i)  -  1
+
+*Shared weights.*  Two stages that share a weight reduce as many bytes as the one with more of them has.  This takes g seconds:
+
+    g  >=  sum over i of seconds(s, i) x(s, i)                                                for both stages s
+
+A solver keeps to these constraints up to a tolerance.  To make that small, costs count from the least cost of each stage on, in
+units of what this leaves below the threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoddl.search.fronts import undominated
+
+from .row_states import Extensions
+
+__all__ = ["Crossing", "SelectionProgram", "SharedSeconds"]
+
+#: Part of the room below the threshold, and of the memory limit, by which the solver may exceed them.  Nothing within them is lost.
+_TOLERANCE = 2e-6
+#: Status of SciPy's `milp` for an infeasible program.
+_INFEASIBLE = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """A transfer between two layouts that takes longer than the least.
+
+    Attributes:
+        stage: The stage before the boundary.
+        source, target: Numbers of the layouts before and behind the boundary.
+        costs: What it costs in every bound beyond the least transfer [s], shape (bounds,).
+    """
+
+    stage: int
+    source: int
+    target: int
+    costs: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSeconds:
+    """The all-reduce of a weight that two stages share.
+
+    Attributes:
+        of_rows: Per stage that holds the weight, the seconds of the all-reduce for the bytes of each of its rows, shape (rows,).
+        weights: How often the all-reduce counts in every bound, shape (bounds,).
+    """
+
+    of_rows: dict[int, np.ndarray]
+    weights: np.ndarray
+
+
+class SelectionProgram:
+    """The program of one cut.
+
+    Args:
+        rows: Per stage its rows.
+        workers: The stages of each worker that holds several.
+        limit_bytes: Memory limit of a device [bytes].
+        threshold: A selection is below it in every bound [s].
+        crossings: Known transfers that take longer than the least.
+        shared: The weights that two stages of different workers share.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Extensions],
+        workers: Sequence[Sequence[int]],
+        limit_bytes: float,
+        threshold: float,
+        crossings: Sequence[Crossing],
+        shared: Sequence[SharedSeconds],
+    ) -> None:
+        self.rows, self.workers, self.limit_bytes = rows, workers, limit_bytes
+        least = [of_stage.costs.min(axis=0) for of_stage in rows]
+        #: What the least costs of all stages leave below the threshold, per bound.
+        self._room = threshold - np.sum(least, axis=0)
+        #: Per stage the rows that can be of use, and what they cost beyond the least, in units of the room.
+        self._useful: list[np.ndarray] = []
+        self._costs: list[np.ndarray] = []
+        self.is_possible = bool((self._room > 0).all())
+        if not self.is_possible:
+            return
+        for stage, (of_stage, lowest) in enumerate(zip(rows, least)):
+            costs = (of_stage.costs - lowest) / self._room
+            own = np.flatnonzero((costs <= 1.0).all(axis=1))
+            kinds = np.unique(np.stack([of_stage.entry, of_stage.exit], axis=1)[own], axis=0, return_inverse=True)[1]
+            others = [of_rows[own] for of_rows in (one.of_rows.get(stage) for one in shared) if of_rows is not None]
+            vectors = np.column_stack([costs[own], of_stage.memory[own], of_stage.buffer[own], *others])
+            own = own[undominated(kinds.ravel(), vectors)]
+            self._useful.append(own)
+            self._costs.append(costs[own])
+        ends = np.cumsum([len(own) for own in self._useful]).tolist()
+        self._spans = [slice(end - len(own), end) for end, own in zip(ends, self._useful)]
+        self._crossings, self._shared, self._num_choices = crossings, shared, ends[-1]
+        self._size = self._num_choices + len(workers) + len(crossings) + len(shared)
+        self._rows: list[np.ndarray] = []
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._constrain()
+
+    def exclude(self, selected: Sequence[int]) -> None:
+        """Exclude one selection, given by the row of every stage."""
+        chosen = [(span, own == row) for span, own, row in zip(self._spans, self._useful, selected)]
+        self._put(-np.inf, len(selected) - 1.0, chosen)
+
+    def find(self, seconds: float) -> list[int] | None:
+        """Return the row of every stage for a selection that is below the threshold, up to rounding errors; None if there is none.
+
+        Args:
+            seconds: Time limit of the solver.
+
+        Raises:
+            TimeoutError: The solver did not end within the time limit.
+        """
+        # Imported here because loading SciPy's optimizers takes longer than most searches.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_matrix
+
+        if not self.is_possible:
+            return None
+        integrality = np.zeros(self._size)
+        integrality[: self._num_choices] = 1.0
+        upper = np.where(integrality > 0, 1.0, np.inf)
+        solution = milp(
+            np.zeros(self._size),
+            constraints=LinearConstraint(csr_matrix(np.array(self._rows)), self._low, self._high),
+            integrality=integrality,
+            bounds=Bounds(np.zeros(self._size), upper),
+            options={"time_limit": max(seconds, 0.01)},
+        )
+        if solution.status == _INFEASIBLE:
+            return None
+        if solution.x is None:
+            raise TimeoutError
+        return [int(own[np.argmax(solution.x[span])]) for own, span in zip(self._useful, self._spans)]
+
+    def _put(self, low: float, high: float, parts: Sequence[tuple[slice, np.ndarray | float]]) -> None:
+        """Add a constraint; its coefficients are given by parts."""
+        coefficients = np.zeros(self._size)
+        for span, values in parts:
+            coefficients[span] = values
+        self._rows.append(coefficients)
+        self._low.append(low)
+        self._high.append(high)
+
+    def _constrain(self) -> None:
+        """Add the constraints."""
+        variables = (slice(number, number + 1) for number in range(self._num_choices, self._size))
+        buffers = [next(variables) for _ in self.workers]
+        extra = [(next(variables), one) for one in self._crossings]
+        reduced = [(next(variables), one) for one in self._shared]
+        for bound, room in enumerate(self._room.tolist()):
+            parts = [(span, costs[:, bound]) for span, costs in zip(self._spans, self._costs)]
+            parts += [(variable, one.costs[bound] / room) for variable, one in extra]
+            parts += [(variable, one.weights[bound] / room) for variable, one in reduced]
+            self._put(-np.inf, 1.0 + _TOLERANCE, parts)
+        for span in self._spans:
+            self._put(1.0, 1.0, [(span, 1.0)])
+        for buffer, held in zip(buffers, self.workers):
+            resident = [(self._spans[stage], self._of(stage, self.rows[stage].memory)) for stage in held]
+            self._put(-np.inf, 1.0 + _TOLERANCE, [(buffer, 1.0), *resident])
+            for stage in held:
+                self._put(-np.inf, 0.0, [(buffer, -1.0), (self._spans[stage], self._of(stage, self.rows[stage].buffer))])
+        for variable, one in extra:
+            before, behind = one.stage, one.stage + 1
+            leaves = self.rows[before].exit[self._useful[before]] == one.source
+            enters = self.rows[behind].entry[self._useful[behind]] == one.target
+            self._put(-np.inf, 1.0, [(variable, -1.0), (self._spans[before], leaves), (self._spans[behind], enters)])
+        for variable, weight in reduced:
+            for stage, seconds in weight.of_rows.items():
+                self._put(-np.inf, 0.0, [(variable, -1.0), (self._spans[stage], seconds[self._useful[stage]])])
+
+    def _of(self, stage: int, nbytes: np.ndarray) -> np.ndarray:
+        """Bytes of the useful rows of a stage, in units of the limit."""
+        return np.asarray(nbytes[self._useful[stage]] / self.limit_bytes)
