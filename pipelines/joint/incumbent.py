@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .evaluation import Evaluation
@@ -20,10 +21,12 @@ class Incumbent:
     Attributes:
         best_s: Its cost [s]; infinite if no plan is known.
         best: The plan itself, if the search has found it.
+        tell: Called with the cost of every better plan.
     """
 
     best_s: float
     best: Evaluation | None = None
+    tell: Callable[[float], None] | None = None
 
     @property
     def threshold(self) -> float:
@@ -43,3 +46,5 @@ class Incumbent:
         """Take another plan if it costs less."""
         if cost_s < self.best_s:
             self.best, self.best_s = plan, cost_s
+            if self.tell is not None:
+                self.tell(cost_s)

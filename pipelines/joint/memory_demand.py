@@ -26,7 +26,7 @@ from ..schedule import Kind, Schedule
 from .bounds import homes
 from .configuration import PipelineSchedule
 
-__all__ = ["MemoryDemand", "memory_demand_of"]
+__all__ = ["MemoryDemand", "approximate_demand_of", "memory_demand_of"]
 
 #: Number of periods after which no worker has more micro-batches in flight than before.
 _NUM_PERIODS = 2
@@ -59,6 +59,32 @@ def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
     >>> memory_demand_of(PipelineSchedule("1f1b", 4, 8, (("policy", "A"),))).in_flight
     (4.0, 3.0, 2.0, 1.0)
     """
+    return _known_demand(spec) or _generated_demand(_shortened(spec))
+
+
+def approximate_demand_of(spec: PipelineSchedule) -> MemoryDemand:
+    """Return about the memory demand of a schedule, without generating the schedule if it is synchronous.
+
+    Raises:
+        GeneratorError: as of :func:`memory_demand_of`.
+    """
+    known = _known_demand(spec)
+    if known is not None or not spec.synchronous:
+        return known or memory_demand_of(spec)
+    # Workers begin with as many passes through one of their stages as there are stages before the first gradient arrives.
+    depth, groups, count = spec.num_workers, spec.groups, spec.num_micro_batches
+    behind = [depth - 1 - stage % depth for stage in range(spec.num_stages)]
+    if spec.num_pipelines > 1:
+        flights = [min(depth, count) / 2] * depth
+    else:
+        flights = [min((2 * rest + (groups - 1) * depth + 1) / groups, count) for rest in behind]
+    stages_of_workers = homes(depth, groups, spec.num_pipelines)
+    ones = (1,) * spec.num_stages
+    return MemoryDemand(stages_of_workers, tuple(flights), ones, tuple(map(float, ones)))
+
+
+def _known_demand(spec: PipelineSchedule) -> MemoryDemand | None:
+    """The demand of a schedule with a formula; None for others."""
     depth, count, num_stages = spec.num_workers, spec.num_micro_batches, spec.num_stages
     options = dict(spec.options)
     flights: list[int] | None = None
@@ -71,15 +97,13 @@ def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
         flights = [min(2 * depth - 1 if options["policy"] == "H2" else depth, count)] * depth
     elif spec.name == "gems":
         flights = [1] * num_stages
-    if flights is not None:
-        stages_of_workers = homes(depth, spec.groups, spec.num_pipelines)
-        running = [1] * num_stages
-        if spec.name == "zero-bubble":
-            running = [min(2 * s + 1 if options["policy"] == "H2" else s + 1, count) for s in range(depth)]
-        return MemoryDemand(
-            stages_of_workers, tuple(map(float, flights)), (1,) * num_stages, tuple(map(float, running))
-        )
-    return _generated_demand(_shortened(spec))
+    if flights is None:
+        return None
+    stages_of_workers = homes(depth, spec.groups, spec.num_pipelines)
+    running = [1] * num_stages
+    if spec.name == "zero-bubble":
+        running = [min(2 * s + 1 if options["policy"] == "H2" else s + 1, count) for s in range(depth)]
+    return MemoryDemand(stages_of_workers, tuple(map(float, flights)), (1,) * num_stages, tuple(map(float, running)))
 
 
 def _shortened(spec: PipelineSchedule) -> PipelineSchedule:

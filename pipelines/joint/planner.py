@@ -59,7 +59,7 @@ _LEAST_TIME_OF_TRIALS_S = 0.5
 #: Share of the time limit for recipes.
 _SHARE_OF_RECIPES = 0.12
 #: Share of the time limit for the search near the best trial or recipe, and the seconds of processor time that it gets at most.
-_SHARE_NEAR, _MOST_TIME_NEAR_S = 0.2, 6.0
+_SHARE_NEAR, _MOST_TIME_NEAR_S = 0.2, 4.0
 #: Share of the time limit for the early incumbent of the whole space.
 _SHARE_OF_INCUMBENT = 0.1
 #: Share of the time limit for the least sufficient memory, if no plan fits.

@@ -2,44 +2,47 @@
 
 A recipe has one tensor parallel degree t inside nodes, p stages of v chunks, d replicas and, for a mixture, e parts of its experts
 (:mod:`.uniform`), with optimizer states divided among replicas and inputs gathered again, if these are on offer (Megatron-LM's
-distributed optimizer and sequence parallelism).  Recipes are evaluated in the order of a bound on their steps:
+distributed optimizer and sequence parallelism).  Nothing is recomputed if that fits, else as few blocks as possible.  All recipes
+are members of the joint space.
 
-    arithmetic of a step x (1 + (p - 1) / (v N))        for N micro-batches, with a little more for each doubling of t
+Recipes are estimated (:mod:`.recipe_estimates`) in the order of a bound on their steps,
 
-Nothing is recomputed if that fits, else as few blocks as possible.  All recipes are members of the joint space.
+    arithmetic of a step x (1 + (p - 1) / (v N))        for N micro-batches,
+
+as long as this is near the best estimate, and evaluated in the order of their estimates.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Deadline
-from autoddl.costmodel.strategy import Strategy
-from autoddl.search.baselines import divided
 
 from .configuration import Configuration, StageChoice
 from .evaluation import Evaluation, evaluate
 from .fewer_blocks import with_fewer_blocks
 from .job import PlanningJob
-from .partition import Chain
+from .recipe_estimates import RecipeEstimates, with_choices
 from .space import NUM_GROUPS, SOME_BLOCKS
 from .uniform import UniformLayout, expert_parts, uniform_configuration
 
 __all__ = ["recipe_trials"]
 
 #: Largest number of evaluated plans.
-_MAX_PLANS = 160
+_MAX_PLANS = 24
 #: Largest number of passes of micro-batches through chunks of an evaluated plan, which limits the time of its simulation.
 _MAX_PASSES = 8192
 #: Micro-batches of a replica.
 _MICRO_BATCHES = (1, 2, 4, 8)
-#: By how much a doubling of the tensor parallel degree is taken to lengthen a step, to order the trials.
-_COST_OF_DOUBLING = 0.03
+#: Part of the time for the estimates.
+_SHARE_OF_ESTIMATES = 0.5
+#: Recipes are estimated, and evaluated, as long as their bounds, and estimates, are below this multiple of the best one.
+_NEAR = 1.05
+#: Recipes are evaluated if their estimated memory is below this multiple of the limit.
+_MEMORY_NEAR = 1.05
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,21 @@ class _Recipe:
         layout: Its degrees.
         micro_batch: Samples of a pass over all replicas.
         ideal_s: Bound on its step [s].
-        order: Recipes of lower order are tried first.
     """
 
     layout: UniformLayout
     micro_batch: int
     ideal_s: float
-    order: float
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A recipe with one way of recomputation, and the estimate of its step [s]."""
+
+    recipe: _Recipe
+    recompute: str
+    regathers: bool
+    step_s: float
 
 
 def recipe_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evaluation | None:
@@ -69,33 +80,73 @@ def recipe_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evalu
     """
     best: Evaluation | None = None
     num_plans = 0
-    # Per layout the micro-batch that does not fit in any way; larger ones need at least as much memory.
-    too_large: dict[UniformLayout, int] = {}
-    for recipe in sorted(_recipes(job), key=lambda one: one.order):
-        if deadline.is_over or num_plans >= _MAX_PLANS:
+    finished: set[_Recipe] = set()
+    for trial in _trials(job, known_s, deadline.part(_SHARE_OF_ESTIMATES)):
+        if deadline.is_over or num_plans >= _MAX_PLANS or trial.step_s >= _NEAR * known_s:
             break
-        if recipe.ideal_s >= known_s or recipe.micro_batch > too_large.get(recipe.layout, recipe.micro_batch):
+        if trial.recipe in finished:
             continue
-        is_too_large = True
-        for recompute, regathers in _ways(job, recipe.layout):
-            num_plans += 1
-            try:
-                plan = evaluate(job.chain, job.cluster, _configuration(job, recipe, recompute, regathers))
-            except UserError:  # the degrees do not divide some layer
-                is_too_large = False
-                break
-            if plan.memory_bytes > job.limit_bytes:
-                continue
-            is_too_large = False
-            if recompute == "blocks":
-                plan = _with_fewest_blocks(job, plan)
-            if plan.step_s < known_s:
-                best, known_s = plan, plan.step_s
-            if recompute == "none":
-                break
-        if is_too_large:
-            too_large[recipe.layout] = recipe.micro_batch
+        try:
+            plan = evaluate(job.chain, job.cluster, _configuration(job, trial))
+        except UserError:  # the schedule does not exist
+            finished.add(trial.recipe)
+            continue
+        num_plans += 1
+        if plan.memory_bytes > job.limit_bytes:
+            continue
+        if trial.recompute == "blocks":
+            plan = _with_fewest_blocks(job, plan)
+        elif not trial.regathers:
+            finished.add(trial.recipe)  # all other ways are slower
+        if plan.step_s < known_s:
+            best, known_s = plan, plan.step_s
     return best
+
+
+def _trials(job: PlanningJob, known_s: float, deadline: Deadline) -> list[_Trial]:
+    """The recipes that may be faster than ``known_s``, with all ways of recomputation that may fit, the fastest first.
+
+    Args:
+        job: The planning job.
+        known_s: Step of the best plan known so far.
+        deadline: When to end the estimates.
+    """
+    estimates, trials, least_s = RecipeEstimates(job), list[_Trial](), known_s
+    for recipe in sorted(_recipes(job), key=lambda one: one.ideal_s):
+        if deadline.is_over or recipe.ideal_s >= min(known_s, _NEAR * least_s):
+            break
+        try:
+            ways = [
+                way for regathers in _ways(job, recipe.layout) for way in _estimated(job, estimates, recipe, regathers)
+            ]
+        except UserError:  # the degrees do not divide some layer
+            continue
+        trials += ways
+        least_s = min([least_s, *(trial.step_s for trial in ways)])
+    return sorted(trials, key=lambda trial: trial.step_s)
+
+
+def _estimated(job: PlanningJob, estimates: RecipeEstimates, recipe: _Recipe, regathers: bool) -> list[_Trial]:
+    """A recipe without recomputation, and with as many recomputed blocks as the memory asks for, as far as these may fit.
+
+    Raises:
+        UserError: the degrees do not fit the model or the cluster.
+    """
+    workload = replace(job.workload, micro_batch=recipe.micro_batch)
+    none, blocks = (
+        estimates.estimate(recipe.layout, replace(workload, recompute=way), regathers) for way in ("none", "blocks")
+    )
+    trials, limit = list[_Trial](), job.limit_bytes
+    if "none" in job.recomputations and none.memory_bytes < _MEMORY_NEAR * limit:
+        trials.append(_Trial(recipe, "none", regathers, none.step_s))
+    is_needed = "none" not in job.recomputations or none.memory_bytes * _MEMORY_NEAR > limit
+    if is_needed and job.tries("blocks") and blocks.memory_bytes < _MEMORY_NEAR * limit:
+        part = 1.0
+        if SOME_BLOCKS in job.recomputations:
+            saved_bytes = none.memory_bytes - blocks.memory_bytes
+            part = min(1.0, max(0.0, none.memory_bytes - limit) / saved_bytes) if saved_bytes > 0 else 0.0
+        trials.append(_Trial(recipe, "blocks", regathers, none.step_s + part * (blocks.step_s - none.step_s)))
+    return trials
 
 
 def _with_fewest_blocks(job: PlanningJob, plan: Evaluation) -> Evaluation:
@@ -121,42 +172,22 @@ def _recipes(job: PlanningJob) -> Iterator[_Recipe]:
                     if not is_whole or given not in (None, b * d):
                         continue
                     ideal_s = job.arithmetic_s * (1 + (p - 1) / (v * count))
-                    order = ideal_s * (1 + _COST_OF_DOUBLING * math.log2(t))
                     for e in parts[1:] or parts:  # undivided experts are not a recipe
                         layout = UniformLayout(t, p, d, v, expert_parallel=e)
-                        yield _Recipe(layout, b * d, ideal_s, order)
+                        yield _Recipe(layout, b * d, ideal_s)
 
 
-def _ways(job: PlanningJob, layout: UniformLayout) -> Iterator[tuple[str, bool]]:
-    """Ways of recomputation, with whether inputs are gathered again, the fastest first."""
-    regathers = job.pricing.choices.regathers and layout.tensor_parallel > 1
-    if "none" in job.recomputations:
-        yield "none", False
-        if regathers:
-            yield "none", True
-    if SOME_BLOCKS in job.recomputations or "blocks" in job.recomputations:
-        yield "blocks", False
-        if regathers:
-            yield "blocks", True
+def _ways(job: PlanningJob, layout: UniformLayout) -> tuple[bool, ...]:
+    """Whether inputs are gathered again, the faster way first."""
+    return (False, True) if job.pricing.choices.regathers and layout.tensor_parallel > 1 else (False,)
 
 
-def _configuration(job: PlanningJob, recipe: _Recipe, recompute: str, regathers: bool) -> Configuration:
-    workload = replace(job.workload, micro_batch=recipe.micro_batch, recompute=recompute)
-    configuration = uniform_configuration(job.chain, job.cluster, recipe.layout, workload)
-    first, stages = 0, []
+def _configuration(job: PlanningJob, trial: _Trial) -> Configuration:
+    workload = replace(job.workload, micro_batch=trial.recipe.micro_batch, recompute=trial.recompute)
+    configuration = uniform_configuration(job.chain, job.cluster, trial.recipe.layout, workload)
+    first, stages = 0, list[StageChoice]()
     for choice in configuration.stages:
-        stages.append(_with_choices(job.chain, first, choice, 1 in job.pricing.choices.shardings, regathers))
+        graph = job.chain.stage(first, first + choice.num_units).graph
+        stages.append(replace(choice, strategies=with_choices(job, graph, dict(choice.strategies), trial.regathers)))
         first += choice.num_units
     return replace(configuration, workload=replace(workload, recompute="none"), stages=tuple(stages))
-
-
-def _with_choices(chain: Chain, first: int, choice: StageChoice, divides_states: bool, regathers: bool) -> StageChoice:
-    """A stage, which begins with unit ``first``, with divided states and inputs that are gathered again."""
-    graph = chain.stage(first, first + choice.num_units).graph
-    strategies = divided(graph, choice.strategies, 1) if divides_states else dict(choice.strategies)
-
-    def with_regathering(name: str, strategy: Strategy) -> Strategy:
-        is_split = strategy.p1 > 1 and kind_of(graph[name].kind).gathers_inputs
-        return replace(strategy, regathers=True) if regathers and is_split else strategy
-
-    return replace(choice, strategies={name: with_regathering(name, one) for name, one in strategies.items()})

@@ -255,7 +255,11 @@ class RowSearch:
             [[stage for _, stage in homes[worker]] for worker in self._workers],
             self.cut_graph.limit_bytes,
             self.threshold,
-            [crossing for stage, unit in enumerate(ends[1:-1]) for crossing in self._dear_crossings(stage, ends[stage], unit)],
+            [
+                crossing
+                for stage, unit in enumerate(ends[1:-1])
+                for crossing in self._dear_crossings(stage, ends[stage], unit)
+            ],
             [self._shared_of_rows(weight, ends) for weight in self._shared],
         )
 

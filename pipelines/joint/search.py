@@ -27,14 +27,16 @@ import numpy as np
 
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
+from ..generators import GeneratorError
 from ..stepgraph import Terms
 from .bottleneck_bound import bottleneck_bound
 from .bounds import balance_weights, bound_class, estimated_step_weights, least_over_cuts
 from .capacity_bound import capacity_bound
-from .configuration import recomputed_inside
+from .configuration import PipelineSchedule, recomputed_inside
 from .cut_graph import MEMORY_PRICES, Bound, CutGraph
 from .evaluation import Evaluation
 from .explorer import RELATIVE_TOLERANCE, Explorer, Setting, setting_of
+from .memory_demand import approximate_demand_of
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
 from .space import MAX_PASSES, SOME_BLOCKS, ways_of_units
@@ -53,6 +55,11 @@ _MAX_EARLY_ATTEMPTS = 2
 _PROMISING = 1.05
 #: Number of consecutive early attempts without a better plan that ends the early attempts.
 _MAX_FAILED_ATTEMPTS = 20
+#: Largest number of passes of micro-batches through stages in a schedule, condensed if it is long, that is attempted early.  Graphs
+#: of longer ones take seconds to make.
+_MAX_PASSES_OF_EARLY_ATTEMPT = 4_000
+#: Micro-batches for each worker in a condensed schedule, about.
+_MICRO_BATCHES_IF_CONDENSED = 4
 #: Number of cuts up to which the first attempt searches single cuts, because one bound of all of them seldom excludes them.
 _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 #: Number of settings whose schedules are simulated between two early attempts.
@@ -61,6 +68,8 @@ _SIMULATIONS_PER_ATTEMPT = 6
 _SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.05
 #: Share of the proof's time for longer attempts at undecided settings, while others have had none.
 _SHARE_OF_LONGER_ATTEMPTS = 0.4
+#: Part of the largest weight by which other weights may differ because of rounding errors.
+_ROUNDING_STEP = 1e-12
 #: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
 _ROUNDING = 1 - 1e-9
 
@@ -287,7 +296,8 @@ class Search:
         queue: list[tuple[float, int, _OpenSetting]] = []
         simulated: list[tuple[float, int, _OpenSetting]] = []
         for entry in self.open:
-            if isinstance(entry.setting.mesh, StageMesh) and not entry.num_attempts:
+            is_small = _num_condensed_passes(entry.setting.schedule) <= _MAX_PASSES_OF_EARLY_ATTEMPT
+            if isinstance(entry.setting.mesh, StageMesh) and is_small and not entry.num_attempts:
                 entry.estimate_s = entry.estimate_s or _estimate(entry)
                 (simulated if entry.num_estimates == 2 else queue).append((entry.estimate_s, entry.number, entry))
         heapq.heapify(queue)
@@ -400,6 +410,9 @@ class Search:
             self.explorer, entry.setting, self.best_s, deadline, is_quick, is_early
         )
         num_simulated, best_s = setting_search.simulated, self.best_s
+        setting_search.incumbent.tell = lambda better_s: self.report(
+            better_s, self.lower_bound_s, self.result.num_simulated
+        )
         entry.num_attempts += 1
         try:
             with self.explorer.stop.until(_time_slice(self._end, time_s + _LONGEST_STEP_S)):
@@ -447,6 +460,7 @@ def improve_near(
         found: Evaluation | None = None
         if explorer.memory_demand(setting.schedule) is not None:
             search = SettingSearch(explorer, setting, known_s, deadline)
+            search.incumbent.tell = lambda better_s: report(better_s, 0.0, 1)
             try:
                 with explorer.stop.until(deadline):
                     search.improve([stage.num_units for stage in best.configuration.stages])
@@ -455,7 +469,6 @@ def improve_near(
             found = search.best
         if found is not None:
             best = found
-            report(search.best_s, 0.0, search.simulated)
             for size in (setting.micro_batch // 2, 2 * setting.micro_batch) if is_micro_batch_free else ():
                 if size and batch % size == 0:
                     schedule = replace(setting.schedule, num_micro_batches=batch // size)
@@ -484,26 +497,33 @@ def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
     """The bound by balance, without memory, transfers and all-reduces; inf if some layer has no strategy."""
     terms = Terms(setting.schedule.num_stages)
     weights = balance_weights(setting.schedule, setting.widths)
+    # Weights that differ by rounding errors are made equal by lowering them, which lowers the bound by as little.
+    unit = float(weights.max()) * _ROUNDING_STEP
+    weights = np.floor(weights / unit) * unit
     forward, backward, recompute = (weights[part] for part in (terms.forward, terms.backward, terms.recompute))
     zero = np.zeros_like(forward)
     best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
+    stages_of: dict[StageMesh, list[int]] = {}
+    for stage, mesh in enumerate(setting.meshes):
+        stages_of.setdefault(mesh, []).append(stage)
     for recomputation in _ways_of_balance(explorer):
         vectors = np.column_stack(
             [forward + (recompute if recomputation == "stage" else 0.0), backward, *(zero,) * (len(COMPONENTS) - 2)]
         )
-        for mesh in dict.fromkeys(setting.meshes):
-            stages = np.flatnonzero([other == mesh for other in setting.meshes])
-            units = explorer.stage_search(mesh).unit_bounds
+        for mesh, stages in stages_of.items():
+            units, own = explorer.stage_search(mesh).unit_bounds, vectors[stages]
             least = units.least(
                 recomputed_inside(recomputation),
                 Replicas(),
                 setting.micro_batch,
                 setting.smallest_pass,
-                vectors[stages],
+                own[:1] if (own == own[0]).all() else own,
             )
             if least is None:
                 return math.inf
             best[stages] = np.minimum(best[stages], least)
+    if (best == best[0]).all():
+        return float(best[0].sum())  # a unit adds the same to every stage
     return float(least_over_cuts(best, np.zeros((terms.num_stages - 1, best.shape[1] + 1))))
 
 
@@ -546,6 +566,11 @@ def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> f
 # ---- Estimates of one setting: no bounds -------------------------------------------------------------------------------
 
 
+def _num_condensed_passes(spec: PipelineSchedule) -> int:
+    """About the number of passes of micro-batches through stages in a schedule, condensed if it is long."""
+    return spec.num_stages * min(spec.num_micro_batches, _MICRO_BATCHES_IF_CONDENSED * spec.num_workers)
+
+
 def _estimate(entry: _OpenSetting) -> float:
     """Estimate the step of a plan with equally loaded workers from the first bound of its setting."""
     spec, widths = entry.setting.schedule, entry.setting.widths
@@ -557,8 +582,9 @@ def _estimate(entry: _OpenSetting) -> float:
 
 def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -> float:
     """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces."""
-    demand = explorer.memory_demand(setting.schedule)
-    if demand is None:
+    try:
+        demand = approximate_demand_of(setting.schedule)
+    except GeneratorError:
         return math.inf
     # Recomputing layers or blocks takes about as long as recomputing stages, but needs tables of its own: skip it.
     skipped = ("layers", "blocks", SOME_BLOCKS) if "stage" in explorer.recomputations else ()

@@ -180,7 +180,9 @@ class SelectionProgram:
             resident = [(self._spans[stage], self._of(stage, self.rows[stage].memory)) for stage in held]
             self._put(-np.inf, 1.0 + _TOLERANCE, [(buffer, 1.0), *resident])
             for stage in held:
-                self._put(-np.inf, 0.0, [(buffer, -1.0), (self._spans[stage], self._of(stage, self.rows[stage].buffer))])
+                self._put(
+                    -np.inf, 0.0, [(buffer, -1.0), (self._spans[stage], self._of(stage, self.rows[stage].buffer))]
+                )
         for variable, one in extra:
             before, behind = one.stage, one.stage + 1
             leaves = self.rows[before].exit[self._useful[before]] == one.source

@@ -17,10 +17,9 @@ ways to run units (columns) until the bound reaches the threshold or rises no mo
 -   *at a point*, which has given boundaries that may be fractional, the program's optimum is a convex function of the boundaries,
     and the bound is a plane below it that touches it there (:meth:`SettingBounds.at`).
 
-Long schedules that repeat themselves are replaced by short ones, whose steps are lower bounds, until
-:meth:`SettingBounds.use_whole_schedule` is called: *condensed* graphs (:mod:`autoddl.pipelines.periods`), and long paths made of
-short ones (:mod:`autoddl.pipelines.pumping`).  The period of an asynchronous schedule is not a longest path.  It is bounded by the
-loads of the workers only.
+A simpler graph, whose steps are lower bounds, stands for that of a schedule until :meth:`SettingBounds.use_whole_schedule` is
+called, if there is one (:meth:`.explorer.Explorer.simpler_graph`).  The period of an asynchronous schedule is not a longest path.
+It is bounded by the loads of the workers only.
 """
 
 from __future__ import annotations

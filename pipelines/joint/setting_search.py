@@ -15,9 +15,10 @@ best plan so far of any setting), reduced by a relative 1e-9.  A setting is *set
 
 1.  *All cuts together.*  The best linear bound over all cuts (:mod:`.setting_bounds`) settles most settings.
 2.  *Cut by cut.*  The integer program of :mod:`.cut_program` finds a cut that is below the threshold on all known bounds: the
-    best one, or any one if that takes long.  If there is none, the setting is settled.  Otherwise the cut is excluded by a new bound: the best one at the point halfway between the
-    best fractional cut and this cut, which excludes many similar cuts too; else the best one at the cut itself (Benders' cutting
-    planes; Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation algorithms", 2007, choose such points).
+    best one, or any one if that takes long.  If there is none, the setting is settled.  Otherwise the cut is excluded by a new
+    bound: the best one at the point halfway between the best fractional cut and this cut, which excludes many similar cuts too;
+    else the best one at the cut itself (Benders' cutting planes; Ben-Ameur and Neto, "Acceleration of cutting-plane and column
+    generation algorithms", 2007, choose such points).
 3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.row_search`).
     This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.
 

@@ -26,6 +26,7 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.nearest import divisors, nearest_that_work
+from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.suggestions import unknown
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import megatron, with_experts
@@ -34,7 +35,7 @@ from .configuration import Configuration, Option, PipelineSchedule, StageChoice
 from .meshes import StageMesh
 from .partition import Chain
 
-__all__ = ["SCHEDULES", "UniformLayout", "expert_parts", "uniform_configuration", "uniform_cut"]
+__all__ = ["SCHEDULES", "UniformLayout", "expert_parts", "uniform_configuration", "uniform_cut", "uniform_strategies"]
 
 #: Families of schedules by name, with the options of each: those of one chunk per stage.
 SCHEDULES: dict[str, tuple[tuple[str, Option], ...]] = {
@@ -200,6 +201,21 @@ def uniform_cut(num_units: int, num_chunks: int) -> tuple[int, ...]:
     return tuple(least + (chunk in larger) for chunk in range(num_chunks))
 
 
+def uniform_strategies(
+    graph: LayerGraph, layout: UniformLayout, degrees: tuple[tuple[int, int], ...]
+) -> dict[str, Strategy]:
+    """Return the strategies of a stage's layers by name.
+
+    Args:
+        graph: The layers.
+        layout: The degrees of the configuration.
+        degrees: Its (data parallel, tensor parallel) degrees for each network level (:meth:`UniformLayout.degrees`).
+    """
+    strategies = with_experts(graph, megatron(graph, degrees).strategies, layout.expert_parallel)
+    assert strategies is not None  # ep divides dp
+    return strategies
+
+
 def uniform_configuration(chain: Chain, cluster: Cluster, layout: UniformLayout, workload: Workload) -> Configuration:
     """Make a uniform configuration.
 
@@ -222,9 +238,7 @@ def uniform_configuration(chain: Chain, cluster: Cluster, layout: UniformLayout,
     first, stages = 0, []
     for num_units in uniform_cut(chain.num_units, layout.num_stages * layout.interleave):
         graph = chain.stage(first, first + num_units).graph
-        strategies = with_experts(graph, megatron(graph, degrees).strategies, layout.expert_parallel)
-        assert strategies is not None  # ep divides dp
-        stages.append(StageChoice(num_units, workload.recompute, strategies))
+        stages.append(StageChoice(num_units, workload.recompute, uniform_strategies(graph, layout, degrees)))
         first += num_units
     spec = layout.pipeline_schedule(workload.num_micro_batches)
     return Configuration(mesh, spec, workload, tuple(stages))
