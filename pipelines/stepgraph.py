@@ -167,11 +167,10 @@ class _Builder:
         self.is_added: list[bool] = []
         #: Per node its task, or that which sends; NONE for all others.
         self.task_of: list[int] = []
-        size = np.where(
-            self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0
-        ).tolist()
-        self._add_tasks(terms, size)
-        self._add_transfers(terms, size)
+        #: Per task the part of a micro-batch that it computes.
+        size = np.where(self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0)
+        self._add_tasks(size)
+        self._add_transfers(size)
 
     def _add_node(self, term: int, times: float, task: int = NONE) -> int:
         """Add a node that takes a term ``times`` times, of a task if it is given; return its index."""
@@ -182,27 +181,34 @@ class _Builder:
         self.is_added.append(False)
         return len(self.term) - 1
 
-    def _add_tasks(self, terms: Terms, size: Sequence[float]) -> None:
+    def _add_tasks(self, size: np.ndarray) -> None:
         """Add the tasks in the order of their workers, and the all-reduces that they launch and wait for.
 
         Args:
-            terms: Positions of the terms.
-            size: Per task, the part of a micro-batch that it computes.
+            size: Per task, the part of a micro-batch that it computes, shape (tasks,).
         """
+        terms, added = self.terms, self.added
         self.node_of: list[int] = []
         self.all_reduces: dict[tuple[int, int], int] = {}
+        #: The term of a compute task of each (kind, stage), and the number of times that a whole one takes it.
+        durations = {
+            kind: [self._duration(kind, stage) for stage in range(terms.num_stages)]
+            for kind in Kind
+            if kind < Kind.ALL_REDUCE
+        }
         number = 0
-        for worker, tasks in enumerate(self.schedule.workers):
+        for worker, (tasks, sizes) in enumerate(
+            zip(self.schedule.workers, np.split(size, self.table.offsets[1:-1].tolist()))
+        ):
             previous = stream = NONE
-            for place, (kind, _, stage, micro_batch, _) in enumerate(tasks):
-                if self.added is not None and place in self.added.tasks[worker]:
-                    previous = self._add_chain(self.added.tasks[worker][place], previous)
+            for place, ((kind, _, stage, micro_batch, _), part) in enumerate(zip(tasks, sizes.tolist())):
+                if added is not None and place in added.tasks[worker]:
+                    previous = self._add_chain(added.tasks[worker][place], previous)
                 if kind == Kind.ALL_REDUCE:
                     # All-reduces run beside the tasks, on a stream of their own: one after the other per worker.
-                    group = self._all_reduce_node(terms, stage, micro_batch)
-                    self.predecessors[group] += [node for node in (previous, stream) if node != NONE]
-                    stream = group
-                    self.node_of.append(group)
+                    node = self._all_reduce_node(stage, micro_batch)
+                    self.predecessors[node] += [one for one in (previous, stream) if one != NONE]
+                    stream = node
                 elif kind == Kind.UPDATE:
                     is_reduced = (stage, micro_batch) in self.all_reduces
                     # The term of the all-reduce includes the optimizer step, which follows it.
@@ -213,13 +219,13 @@ class _Builder:
                     if is_reduced:
                         self.predecessors[node].append(self.all_reduces[stage, micro_batch])
                     previous = node
-                    self.node_of.append(node)
                 else:
-                    term, times = self._duration(kind, stage)
-                    node = self._add_node(term, size[number] * times, number)
-                    self.predecessors[node] += [previous] * (previous != NONE)
+                    term, times = durations[kind][stage]
+                    node = self._add_node(term, part * times, number)
+                    if previous != NONE:
+                        self.predecessors[node].append(previous)
                     previous = node
-                    self.node_of.append(node)
+                self.node_of.append(node)
                 number += 1
 
     def _duration(self, kind: Kind, stage: int) -> tuple[int, float]:
@@ -251,33 +257,36 @@ class _Builder:
             previous = node
         return previous
 
-    def _all_reduce_node(self, terms: Terms, stage: int, update: int) -> int:
+    def _all_reduce_node(self, stage: int, update: int) -> int:
         """The node of the all-reduce of a stage's gradients, which all its workers launch and wait for."""
         if (stage, update) not in self.all_reduces:
-            self.all_reduces[stage, update] = self._add_node(terms.all_reduce.start + stage, 1.0)
+            self.all_reduces[stage, update] = self._add_node(self.terms.all_reduce.start + stage, 1.0)
         return self.all_reduces[stage, update]
 
-    def _add_transfers(self, terms: Terms, size: Sequence[float]) -> None:
-        """Add the transfers between stages, on links that carry one transfer at a time in the sender's order."""
-        schedule, arrival = self.schedule, list(self.node_of)
-        number = 0
-        for worker, tasks in enumerate(schedule.workers):
-            on_link: dict[int, int] = {}
-            for task in tasks:
-                destination = schedule.destination_of(task)
-                if destination is not None and destination != worker:
-                    if task.kind is Kind.FORWARD:
-                        term = terms.transfer_forward.start + task.stage
-                    else:
-                        term = terms.transfer_backward.start + task.stage - 1
-                    node = self._add_node(term, size[number], number)
-                    self.predecessors[node].append(self.node_of[number])
-                    if destination in on_link:
-                        self.predecessors[node].append(on_link[destination])
-                    on_link[destination] = arrival[number] = node
-                number += 1
+    def _add_transfers(self, size: np.ndarray) -> None:
+        """Add the transfers between stages, on links that carry one transfer at a time in the sender's order; ``size`` as
+        :meth:`_add_tasks`."""
+        schedule, table, terms, arrival = self.schedule, self.table, self.terms, list(self.node_of)
+        # The receiver of each task's activation or gradient, and the term of the transfer.
+        is_forward = table.kind == Kind.FORWARD
+        sends = is_forward & (table.stage < schedule.num_stages - 1)
+        sends |= np.isin(table.kind, (Kind.BACKWARD, Kind.BACKWARD_INPUT)) & (table.stage > 0)
+        receiving = np.where(sends, table.stage + np.where(is_forward, 1, -1), 0)
+        receiver = np.array(schedule.placement)[np.where(sends, table.pipeline, 0), receiving]
+        term = np.where(
+            is_forward, terms.transfer_forward.start + table.stage, terms.transfer_backward.start + receiving
+        )
+        numbers = np.flatnonzero(sends & (receiver != table.worker))
+        on_link: dict[tuple[int, int], int] = {}
+        columns = (column[numbers].tolist() for column in (table.worker, receiver, term, size))
+        for number, worker, to, of_link, part in zip(numbers.tolist(), *columns):
+            node = self._add_node(of_link, part, number)
+            self.predecessors[node].append(self.node_of[number])
+            if (worker, to) in on_link:
+                self.predecessors[node].append(on_link[worker, to])
+            on_link[worker, to] = arrival[number] = node
         shifted = self._shifted_tasks()
-        for source, target in zip(*(column.tolist() for column in producers(schedule, self.table))):
+        for source, target in zip(*(column.tolist() for column in producers(schedule, table))):
             # A task that stands for one of later micro-batches does not delay one of earlier micro-batches.
             if shifted is None or shifted[target] or not shifted[source]:
                 self.predecessors[self.node_of[target]].append(arrival[source])
@@ -301,41 +310,36 @@ class _Builder:
             Per node: the first and the second predecessor (numbered from 1; 0 for none), its term, how often it takes the term,
             whether it is an inserted task, and its index before it was ordered (NONE for nodes that merge others).
         """
-        successors: list[list[int]] = [[] for _ in self.predecessors]
-        waiting = [len(nodes) for nodes in self.predecessors]
-        for node, nodes in enumerate(self.predecessors):
+        predecessors = self.predecessors
+        successors: list[list[int]] = [[] for _ in predecessors]
+        waiting = [len(nodes) for nodes in predecessors]
+        for node, nodes in enumerate(predecessors):
             for other in nodes:
                 successors[other].append(node)
         ready = [node for node, count in enumerate(waiting) if not count]
         # Number of each node in topological order, from 1; 0 as long as it is not placed.
-        place = [0] * len(self.predecessors)
+        place = [0] * len(predecessors)
         first: list[int] = []
         second: list[int] = []
-        term: list[int] = []
-        times: list[float] = []
-        is_added: list[bool] = []
         origin: list[int] = []
-        no_term = self.terms.count
-
-        def append(before: int, other: int, of_term: int, count: float, added: bool, node: int) -> int:
-            is_added.append(added)
-            origin.append(node)
-            first.append(before)
-            second.append(other)
-            term.append(of_term)
-            times.append(count)
-            return len(first)
-
         while ready:
             node = ready.pop()
-            before = [place[other] for other in self.predecessors[node]]
+            before = [place[other] for other in predecessors[node]]
             while len(before) > 2:
-                before.append(append(before.pop(), before.pop(), no_term, 0.0, False, NONE))
-            before += [0] * (2 - len(before))
-            place[node] = append(before[0], before[1], self.term[node], self.times[node], self.is_added[node], node)
+                first.append(before.pop())
+                second.append(before.pop())
+                origin.append(NONE)
+                before.append(len(origin))
+            first.append(before[0] if before else 0)
+            second.append(before[1] if len(before) == 2 else 0)
+            origin.append(node)
+            place[node] = len(origin)
             for successor in successors[node]:
                 waiting[successor] -= 1
                 if not waiting[successor]:
                     ready.append(successor)
         assert all(place), "the schedule deadlocks"
-        return first, second, np.array(term, dtype=np.intp), np.array(times), np.array(is_added), origin
+        # The last element is that of nodes that merge others.
+        term = np.array([*self.term, self.terms.count], dtype=np.intp)[origin]
+        times = np.array([*self.times, 0.0])[origin]
+        return first, second, term, times, np.array([*self.is_added, False])[origin], origin

@@ -9,12 +9,13 @@ its layers, a way of recomputation and a place in a schedule.  The modules, from
   (communication between stages) and `executed` (the step as AutoDDL's runtime executes it).
 - Stages: `stage_cost` (cost tables), `stage_search` (the best strategies of a stage) and `memory_demand` (micro-batches in flight).
 - Lower bounds: `bounds`, `bottleneck_bound` and `unit_bounds`; `cut_graph` (bounds of all cuts of a setting).
-- A setting (devices, schedule, micro-batch): `setting_search` finds its best plan, by `setting_bounds` (`relaxation`),
-  `cut_program`, `row_search` and `cut_regions`; `cut_trials` and `fitting` find good ones.
+- A setting (devices, schedule, micro-batch): `first_bounds` bounds and estimates it; `setting_search` finds its best plan, by
+  `setting_bounds` (`relaxation`), `cut_program`, `row_search` (`selection_program`) and `cut_regions`; `cut_trials` and `fitting`
+  find good ones.
 - All settings: `explorer` (the data that settings share), `search` (best-first search) and `least_memory` (the least memory of any
   plan).
 - Planners: `planner` (``plan_jointly``), `rivals` (the best plan of each family of schedules), `paper_planners` (the planners of
-  papers), `megatron_trials` (Megatron's rule) and `recipe_trials`; `job` (their input) and `result` (their output).
+  papers), `megatron_trials` (Megatron's rule) and `recipe_trials` (`recipe_estimates`); `job` (their input) and `result` (their output).
 """
 
 from __future__ import annotations

@@ -121,19 +121,22 @@ class PipelineSchedule:
         recomputing: tuple[bool, ...],
         num_steps: int = NUM_PERIODS,
         most_passes: int = MAX_PASSES,
+        validates: bool = True,
     ) -> Schedule:
-        """Generate and validate the schedule.
+        """Generate the schedule.
 
         Args:
             width: Number of devices per worker: one number for all workers, or one per worker.
             recomputing: Per stage, whether its forward pass is run again as a task of its own.
             num_steps: Number of steps of an asynchronous schedule; a synchronous one has one step.
             most_passes: Largest allowed number of passes of micro-batches through stages.
+            validates: Whether to validate the schedule.  The joint search, which generates thousands, does not; its plans are
+                evaluated with validated ones.
 
         Raises:
             GeneratorError: the family has no schedule for these numbers, or the schedule has too many passes.
         """
-        return _generated(self, width, recomputing, 1 if self.synchronous else num_steps, most_passes)
+        return _generated(self, width, recomputing, 1 if self.synchronous else num_steps, most_passes, validates)
 
 
 @lru_cache(maxsize=8)
@@ -143,6 +146,7 @@ def _generated(
     recomputing: tuple[bool, ...],
     num_steps: int,
     most_passes: int,
+    validates: bool,
 ) -> Schedule:
     options: dict[str, Any] = dict(spec.options)
     schedule = generate(
@@ -153,6 +157,7 @@ def _generated(
         width=width,
         recompute=any(recomputing),
         most_passes=most_passes,
+        validates=validates,
         **options,
     )
     if all(recomputing) or not any(recomputing):

@@ -142,7 +142,7 @@ class _GraphKey(NamedTuple):
 
     def schedule(self) -> Schedule:
         """The schedule itself."""
-        return self.spec.schedule(self.widths, (self.recomputes,) * self.spec.num_stages)
+        return self.spec.schedule(self.widths, (self.recomputes,) * self.spec.num_stages, validates=False)
 
 
 def _shortened(key: _GraphKey, multiple: int) -> _GraphKey | None:

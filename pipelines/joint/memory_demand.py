@@ -116,7 +116,7 @@ def _shortened(spec: PipelineSchedule) -> PipelineSchedule:
 
 @lru_cache(maxsize=256)
 def _generated_demand(spec: PipelineSchedule) -> MemoryDemand:
-    return demand_of_schedule(spec.schedule(1, (False,) * spec.num_stages))
+    return demand_of_schedule(spec.schedule(1, (False,) * spec.num_stages, validates=False))
 
 
 def demand_of_schedule(schedule: Schedule) -> MemoryDemand:

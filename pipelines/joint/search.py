@@ -3,13 +3,12 @@
 A *setting* is a division of the devices into workers, a schedule and a micro-batch.  The search repeatedly takes the open setting
 with the least lower bound, until no open bound is below the incumbent:
 
-1.  **First bounds.**  Every setting gets a lower bound over all its cuts by the balance of its work (:mod:`.bounds`), without
-    memory.
+1.  **First bounds.**  Every setting gets a lower bound over all its cuts by the balance of its work (:mod:`.first_bounds`).
 2.  **Early incumbent.**  The settings with the smallest estimated steps are attempted first.
-3.  **Proof.**  The open setting with the least bound first gets sharper bounds, where these are cheaper than an attempt
-    (:mod:`.bottleneck_bound`, :mod:`.capacity_bound`).  It is then *attempted* (:mod:`.setting_search`).  The attempt finds a plan
-    better than the incumbent, proves that the setting has none, or ends undecided when its time slice is over.  Undecided settings
-    get longer attempts, which take a share of the time until all others have had a short one.
+3.  **Proof.**  The open setting with the least bound first gets sharper bounds, which are cheaper than an attempt.  It is then
+    *attempted* (:mod:`.setting_search`).  The attempt finds a plan better than the incumbent, proves that the setting has none, or
+    ends undecided when its time slice is over.  Undecided settings get longer attempts, which take a share of the time until all
+    others have had a short one.
 
 When all open bounds are at or above the incumbent, the incumbent is optimal over the space of :mod:`.space`.  If the time limit or
 a stop ends the search earlier, the least open bound is a lower bound on the optimum.
@@ -23,24 +22,26 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
-from ..generators import GeneratorError
-from ..stepgraph import Terms
-from .bottleneck_bound import bottleneck_bound
-from .bounds import balance_weights, bound_class, estimated_step_weights, least_over_cuts
-from .capacity_bound import capacity_bound
-from .configuration import PipelineSchedule, recomputed_inside
-from .cut_graph import MEMORY_PRICES, Bound, CutGraph
+from .bounds import bound_class
+from .configuration import recomputed_inside
 from .evaluation import Evaluation
 from .explorer import RELATIVE_TOLERANCE, Explorer, Setting, setting_of
-from .memory_demand import approximate_demand_of
+from .first_bounds import (
+    ROUNDING,
+    bound_by_balance,
+    bound_with_memory,
+    bound_without_memory,
+    estimate_by_simulation,
+    estimate_with_memory,
+    first_estimate,
+    num_condensed_passes,
+    ways_of_balance,
+)
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
-from .space import MAX_PASSES, SOME_BLOCKS, ways_of_units
-from .stage_cost import COMPONENTS, Replicas
+from .space import MAX_PASSES
 
 __all__ = ["Explored", "Search", "explore", "improve_near"]
 
@@ -58,8 +59,6 @@ _MAX_FAILED_ATTEMPTS = 20
 #: Largest number of passes of micro-batches through stages in a schedule, condensed if it is long, that is attempted early.  Graphs
 #: of longer ones take seconds to make.
 _MAX_PASSES_OF_EARLY_ATTEMPT = 4_000
-#: Micro-batches for each worker in a condensed schedule, about.
-_MICRO_BATCHES_IF_CONDENSED = 4
 #: Number of cuts up to which the first attempt searches single cuts, because one bound of all of them seldom excludes them.
 _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 #: Number of settings whose schedules are simulated between two early attempts.
@@ -68,10 +67,6 @@ _SIMULATIONS_PER_ATTEMPT = 6
 _SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.05
 #: Share of the proof's time for longer attempts at undecided settings, while others have had none.
 _SHARE_OF_LONGER_ATTEMPTS = 0.4
-#: Part of the largest weight by which other weights may differ because of rounding errors.
-_ROUNDING_STEP = 1e-12
-#: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
-_ROUNDING = 1 - 1e-9
 
 
 @dataclass(order=True)
@@ -82,7 +77,7 @@ class _OpenSetting:
         bound_s: Lower bound on the cost of all plans of the setting.
         number: Position of the setting in the enumeration of the space.
         setting: The setting.
-        has_memory_bound: Whether the bound includes the memory limit (:func:`_bound_with_memory`).
+        has_memory_bound: Whether the bound includes the memory limit (:func:`.first_bounds.bound_with_memory`).
         num_attempts: Number of attempts so far.
         search: The search of the setting, if it ended undecided; the next attempt goes on with it.
         estimate_s: Estimate of the step of a good plan; 0 if there is none.
@@ -175,6 +170,8 @@ class Search:
         #: Whether every setting has a first bound.
         self.is_bounded = False
         self._share_of_early_attempts = _SHARE_OF_EARLY_ATTEMPTS
+        #: Per family of schedules, whether the bound without memory excluded the latest setting.
+        self._is_free_bound_enough: dict[str, bool] = {}
         #: The setting of the incumbent.
         self._best_setting: _OpenSetting | None = None
 
@@ -251,7 +248,7 @@ class Search:
         Raises:
             StopRequestedError: the search must end before all settings have a bound.
         """
-        for recomputation in _ways_of_balance(self.explorer) if not self.is_bounded else ():
+        for recomputation in ways_of_balance(self.explorer) if not self.is_bounded else ():
             self.explorer.price_units(recomputed_inside(recomputation))
         while not self.is_bounded:
             if self._next is None:
@@ -279,7 +276,7 @@ class Search:
         """The bound by balance, which is the same for all schedules of one class."""
         key = (setting.mesh, setting.micro_batch, setting.smallest_pass, bound_class(setting.schedule))
         if key not in self._first_bounds:
-            self._first_bounds[key] = _bound_by_balance(self.explorer, setting) * _ROUNDING
+            self._first_bounds[key] = bound_by_balance(self.explorer, setting) * ROUNDING
         return self._first_bounds[key]
 
     def attempt_promising(self, deadline: Deadline) -> None:
@@ -296,9 +293,9 @@ class Search:
         queue: list[tuple[float, int, _OpenSetting]] = []
         simulated: list[tuple[float, int, _OpenSetting]] = []
         for entry in self.open:
-            is_small = _num_condensed_passes(entry.setting.schedule) <= _MAX_PASSES_OF_EARLY_ATTEMPT
+            is_small = num_condensed_passes(entry.setting.schedule) <= _MAX_PASSES_OF_EARLY_ATTEMPT
             if isinstance(entry.setting.mesh, StageMesh) and is_small and not entry.num_attempts:
-                entry.estimate_s = entry.estimate_s or _estimate(entry)
+                entry.estimate_s = entry.estimate_s or first_estimate(entry.setting, entry.bound_s)
                 (simulated if entry.num_estimates == 2 else queue).append((entry.estimate_s, entry.number, entry))
         heapq.heapify(queue)
         heapq.heapify(simulated)
@@ -317,9 +314,9 @@ class Search:
                     continue
                 known_s = entry.estimate_s
                 if not entry.num_estimates:
-                    refined_s = _estimate_with_memory(self.explorer, entry.setting, known_s)
+                    refined_s = estimate_with_memory(self.explorer, entry.setting, known_s)
                 else:
-                    refined_s = _estimate_by_simulation(self.explorer, entry.setting, known_s, self.best_s)
+                    refined_s = estimate_by_simulation(self.explorer, entry.setting, known_s, self.best_s)
                 entry.estimate_s = max(known_s, refined_s)
                 entry.num_estimates += 1
                 is_simulated = entry.num_estimates == 2
@@ -363,8 +360,7 @@ class Search:
             entry, began = queue[0], time.process_time()
             self.report(self.best_s, min(one[0].bound_s for one in self._queues if one), self.result.num_simulated)
             if not entry.has_memory_bound:
-                entry.bound_s = max(entry.bound_s, _bound_with_memory(self.explorer, entry.setting, self.best_s))
-                entry.has_memory_bound = True
+                self._bound_with_memory(entry)
                 heapq.heapreplace(queue, entry)
             else:
                 self._attempt(entry)
@@ -376,6 +372,20 @@ class Search:
             self._proof_s += spent_s
             self._longer_s += spent_s if queue is self._undecided else 0.0
         self.result.is_finished = not any(entry.bound_s < self.limit_s for entry in self._given_up)
+
+    def _bound_with_memory(self, entry: _OpenSetting) -> None:
+        """Raise the bound of a setting by memory and whole units.
+
+        Bounds without memory are cheaper, but exclude less.  They come first as long as they exclude the settings of this family of
+        schedules.
+        """
+        name = entry.setting.schedule.name
+        if self._is_free_bound_enough.get(name, True):
+            entry.bound_s = max(entry.bound_s, bound_without_memory(self.explorer, entry.setting, self.best_s))
+        self._is_free_bound_enough[name] = entry.bound_s >= self.limit_s
+        if entry.bound_s < self.limit_s:
+            entry.bound_s = max(entry.bound_s, bound_with_memory(self.explorer, entry.setting, self.best_s))
+        entry.has_memory_bound = True
 
     def _queue_of_least(self) -> list[_OpenSetting] | None:
         """The queue whose first setting is settled next: of those without an attempt, or of the undecided ones.
@@ -430,7 +440,7 @@ class Search:
             if setting_search.best is not None and setting_search.best_s < best_s:
                 self.result.best, self.best_s = setting_search.best, setting_search.best_s
                 self._best_setting = entry
-            entry.bound_s = max(entry.bound_s, setting_search.bound_s * _ROUNDING)
+            entry.bound_s = max(entry.bound_s, setting_search.bound_s * ROUNDING)
 
 
 def improve_near(
@@ -482,125 +492,3 @@ def improve_near(
 def _time_slice(deadline: Deadline, seconds: float) -> Deadline:
     """A deadline in processor time after ``seconds``, or when the given deadline is over if that is earlier."""
     return Deadline(min(seconds, deadline.left_s), deadline.stop, time.process_time)
-
-
-# ---- Lower bounds of one setting ---------------------------------------------------------------------------------------
-
-
-def _ways_of_balance(explorer: Explorer) -> tuple[str, ...]:
-    """The ways of recomputation of the bound by balance: recomputation never lowers it, because memory costs nothing in it."""
-    ways = ways_of_units(explorer.recomputations)
-    return ("none",) if "none" in ways else ways
-
-
-def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
-    """The bound by balance, without memory, transfers and all-reduces; inf if some layer has no strategy."""
-    terms = Terms(setting.schedule.num_stages)
-    weights = balance_weights(setting.schedule, setting.widths)
-    # Weights that differ by rounding errors are made equal by lowering them, which lowers the bound by as little.
-    unit = float(weights.max()) * _ROUNDING_STEP
-    weights = np.floor(weights / unit) * unit
-    forward, backward, recompute = (weights[part] for part in (terms.forward, terms.backward, terms.recompute))
-    zero = np.zeros_like(forward)
-    best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
-    stages_of: dict[StageMesh, list[int]] = {}
-    for stage, mesh in enumerate(setting.meshes):
-        stages_of.setdefault(mesh, []).append(stage)
-    for recomputation in _ways_of_balance(explorer):
-        vectors = np.column_stack(
-            [forward + (recompute if recomputation == "stage" else 0.0), backward, *(zero,) * (len(COMPONENTS) - 2)]
-        )
-        for mesh, stages in stages_of.items():
-            units, own = explorer.stage_search(mesh).unit_bounds, vectors[stages]
-            least = units.least(
-                recomputed_inside(recomputation),
-                Replicas(),
-                setting.micro_batch,
-                setting.smallest_pass,
-                own[:1] if (own == own[0]).all() else own,
-            )
-            if least is None:
-                return math.inf
-            best[stages] = np.minimum(best[stages], least)
-    if (best == best[0]).all():
-        return float(best[0].sum())  # a unit adds the same to every stage
-    return float(least_over_cuts(best, np.zeros((terms.num_stages - 1, best.shape[1] + 1))))
-
-
-def _bound_by_links(explorer: Explorer, setting: Setting) -> float:
-    """The time for all micro-batches to cross the slowest boundary, at its cheapest place; 0 for schedules with several pipelines
-    or without a longest path."""
-    spec = setting.schedule
-    transfers = explorer.least_transfers(setting)
-    if spec.num_pipelines > 1 or not spec.synchronous or not len(transfers):
-        return 0.0
-    rest = explorer.chain.num_units - spec.num_stages
-    least = [float(line[b + 1 : b + rest + 2].min()) for b, line in enumerate(transfers)]
-    return spec.num_micro_batches * max(least)
-
-
-def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The best of the bounds by links, by whole units, and with prices on memory; inf if the schedule does not exist.
-
-    Bounds that cannot matter once another one has reached the incumbent ``best_s`` are skipped.
-    """
-    demand = explorer.memory_demand(setting.schedule)
-    if demand is None:
-        return math.inf
-    if not math.isfinite(best_s):
-        return 0.0
-    cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
-    of_whole_units = bottleneck_bound if cut_graph.has_one_stage_per_worker else capacity_bound
-    # With free memory the ways to recompute need not be priced, which takes most of the time on rectangles seen first.
-    bound_s = max(_bound_by_links(explorer, setting), of_whole_units(cut_graph, best_s, is_memory_free=True))
-    if bound_s < best_s:
-        for recomputation in ways_of_units(explorer.recomputations):
-            explorer.price_units(recomputed_inside(recomputation), setting.schedule.runs_whole_passes)
-        balance = Bound(balance_weights(setting.schedule, setting.widths))
-        bound_s = max(bound_s, cut_graph.least_over_all_cuts(balance, best_s, MEMORY_PRICES))
-    if bound_s < best_s:
-        bound_s = max(bound_s, of_whole_units(cut_graph, best_s))
-    return bound_s * _ROUNDING
-
-
-# ---- Estimates of one setting: no bounds -------------------------------------------------------------------------------
-
-
-def _num_condensed_passes(spec: PipelineSchedule) -> int:
-    """About the number of passes of micro-batches through stages in a schedule, condensed if it is long."""
-    return spec.num_stages * min(spec.num_micro_batches, _MICRO_BATCHES_IF_CONDENSED * spec.num_workers)
-
-
-def _estimate(entry: _OpenSetting) -> float:
-    """Estimate the step of a plan with equally loaded workers from the first bound of its setting."""
-    spec, widths = entry.setting.schedule, entry.setting.widths
-    forward = Terms(spec.num_stages).forward
-    return entry.bound_s * float(
-        estimated_step_weights(spec, widths)[forward].sum() / balance_weights(spec, widths)[forward].sum()
-    )
-
-
-def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -> float:
-    """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces."""
-    try:
-        demand = approximate_demand_of(setting.schedule)
-    except GeneratorError:
-        return math.inf
-    # Recomputing layers or blocks takes about as long as recomputing stages, but needs tables of its own: skip it.
-    skipped = ("layers", "blocks", SOME_BLOCKS) if "stage" in explorer.recomputations else ()
-    recomputations = [name for name in explorer.recomputations if name not in skipped]
-    cut_graph = CutGraph(explorer, setting, recomputations, demand)
-    return cut_graph.least_over_all_cuts(
-        Bound(estimated_step_weights(setting.schedule, setting.widths)), step_s, (0.0, *MEMORY_PRICES)
-    )
-
-
-def _estimate_by_simulation(explorer: Explorer, setting: Setting, step_s: float, best_s: float) -> float:
-    """The step of a plan with equally loaded workers on the schedule itself, without redistributions; infinite if no plan is better
-    than the incumbent, of cost ``best_s``; ``step_s`` if that cannot be computed."""
-    if not setting.schedule.synchronous:
-        return step_s
-    try:
-        return SettingSearch(explorer, setting, best_s, Deadline(stop=explorer.stop)).estimated_step_s()
-    except UnsettledError:
-        return step_s

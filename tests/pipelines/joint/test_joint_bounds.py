@@ -119,6 +119,21 @@ def test_tasks_that_recompute_change_nothing_where_they_take_no_time() -> None:
         assert graph_of(spec, again).step(times)[0] == pytest.approx(makespan(spec, plain, times), rel=1e-9), spec
 
 
+@pytest.mark.parametrize(("depth", "count"), SIZES)
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_reductions_on_all_workers_take_no_longer_than_updates(depth: int, count: int, seed: int) -> None:
+    """Searches use the graph of equal workers for workers of unequal widths, some of which reduce no gradients."""
+    dice, compared = np.random.default_rng(seed), 0
+    widths = tuple(dice.integers(1, 3, depth).tolist())
+    for spec, schedule in every_schedule(depth, count, widths=widths):
+        own, simpler = graph_of(spec, schedule), graph_of(spec, spec.schedule(max(widths), (False,) * spec.num_stages))
+        times = np.array([random_times(dice, spec.num_stages, again=False) for _ in range(5)])
+        assert (simpler.steps(times.T) <= own.steps(times.T) * (1 + 1e-9)).all(), spec
+        compared += 1
+    assert compared >= 5
+
+
 def test_the_longest_path_of_even_1f1b_by_hand() -> None:
     """Each worker: N F + N B; the first stage's fill and drain are those of the D - 1 others: (6 + 3)(1 + 2) = 27."""
     spec = next(spec for spec, _ in every_schedule(4, 6) if spec.label == "1f1b (A)")
