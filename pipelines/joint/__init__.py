@@ -15,7 +15,8 @@ its layers, a way of recomputation and a place in a schedule.  The modules, from
 - All settings: `explorer` (the data that settings share), `search` (best-first search) and `least_memory` (the least memory of any
   plan).
 - Planners: `planner` (``plan_jointly``), `rivals` (the best plan of each family of schedules), `paper_planners` (the planners of
-  papers), `megatron_trials` (Megatron's rule) and `recipe_trials` (`recipe_estimates`); `job` (their input) and `result` (their output).
+  papers), `megatron_trials` (Megatron's rule) and `recipe_trials` (`recipe_estimates`); `job` (their input) and `result` (their
+  output).
 """
 
 from __future__ import annotations

@@ -65,6 +65,9 @@ _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 _SIMULATIONS_PER_ATTEMPT = 6
 #: Shares of the time for early attempts if a plan is known: as long as none has found a better plan, and afterwards.
 _SHARE_OF_EARLY_ATTEMPTS, _SHARE_OF_FURTHER_ATTEMPTS = 0.6, 0.05
+#: Number of bounds without memory for each family of schedules, after which no more follow if less than this part of them excluded
+#: their settings.
+_MIN_FREE_BOUNDS, _PART_OF_FREE_BOUNDS = 16, 0.25
 #: Share of the proof's time for longer attempts at undecided settings, while others have had none.
 _SHARE_OF_LONGER_ATTEMPTS = 0.4
 
@@ -170,8 +173,8 @@ class Search:
         #: Whether every setting has a first bound.
         self.is_bounded = False
         self._share_of_early_attempts = _SHARE_OF_EARLY_ATTEMPTS
-        #: Per family of schedules, whether the bound without memory excluded the latest setting.
-        self._is_free_bound_enough: dict[str, bool] = {}
+        #: Per family of schedules, whether each bound without memory excluded its setting.
+        self._free_bounds: dict[str, list[bool]] = {}
         #: The setting of the incumbent.
         self._best_setting: _OpenSetting | None = None
 
@@ -376,13 +379,13 @@ class Search:
     def _bound_with_memory(self, entry: _OpenSetting) -> None:
         """Raise the bound of a setting by memory and whole units.
 
-        Bounds without memory are cheaper, but exclude less.  They come first as long as they exclude the settings of this family of
-        schedules.
+        Bounds without memory are cheaper, but exclude less.  They come first unless they have excluded few settings of this family
+        of schedules.
         """
-        name = entry.setting.schedule.name
-        if self._is_free_bound_enough.get(name, True):
+        tries = self._free_bounds.setdefault(entry.setting.schedule.name, [])
+        if len(tries) < _MIN_FREE_BOUNDS or sum(tries) > _PART_OF_FREE_BOUNDS * len(tries):
             entry.bound_s = max(entry.bound_s, bound_without_memory(self.explorer, entry.setting, self.best_s))
-        self._is_free_bound_enough[name] = entry.bound_s >= self.limit_s
+            tries.append(entry.bound_s >= self.limit_s)
         if entry.bound_s < self.limit_s:
             entry.bound_s = max(entry.bound_s, bound_with_memory(self.explorer, entry.setting, self.best_s))
         entry.has_memory_bound = True
