@@ -75,7 +75,7 @@ def approximate_demand_of(spec: PipelineSchedule) -> MemoryDemand:
     depth, groups, count = spec.num_workers, spec.groups, spec.num_micro_batches
     behind = [depth - 1 - stage % depth for stage in range(spec.num_stages)]
     if spec.num_pipelines > 1:
-        flights = [min(depth, count) / 2] * depth
+        flights = [max(1.0, min(depth, count) / spec.num_pipelines)] * depth
     else:
         flights = [min((2 * rest + (groups - 1) * depth + 1) / groups, count) for rest in behind]
     stages_of_workers = homes(depth, groups, spec.num_pipelines)

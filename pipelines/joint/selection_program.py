@@ -18,7 +18,7 @@ seconds count y times, where y >= 0 and
     g  >=  sum over i of seconds(s, i) x(s, i)                                                for both stages s
 
 A solver keeps to these constraints up to a tolerance.  To make that small, costs count from the least cost of each stage on, in
-units of what this leaves below the threshold.
+units of what this leaves below the threshold, and g in units of the longest all-reduce.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class SharedSeconds:
 
     of_rows: dict[int, np.ndarray]
     weights: np.ndarray
+
+    @property
+    def longest_s(self) -> float:
+        """The longest all-reduce of any row; 1 if none takes any time."""
+        return max(float(seconds.max()) for seconds in self.of_rows.values()) or 1.0
 
 
 class SelectionProgram:
@@ -170,9 +175,12 @@ class SelectionProgram:
         extra = [(next(variables), one) for one in self._crossings]
         reduced = [(next(variables), one) for one in self._shared]
         for bound, room in enumerate(self._room.tolist()):
-            parts = [(span, costs[:, bound]) for span, costs in zip(self._spans, self._costs)]
-            parts += [(variable, one.costs[bound] / room) for variable, one in extra]
-            parts += [(variable, one.weights[bound] / room) for variable, one in reduced]
+            parts: list[tuple[slice, np.ndarray | float]] = [
+                (span, costs[:, bound]) for span, costs in zip(self._spans, self._costs)
+            ]
+            # A crossing that takes more than the room is as impossible as one that takes twice the room.
+            parts += [(variable, min(float(one.costs[bound]) / room, 2.0)) for variable, one in extra]
+            parts += [(variable, one.weights[bound] * one.longest_s / room) for variable, one in reduced]
             self._put(-np.inf, 1.0 + _TOLERANCE, parts)
         for span in self._spans:
             self._put(1.0, 1.0, [(span, 1.0)])
@@ -190,7 +198,8 @@ class SelectionProgram:
             self._put(-np.inf, 1.0, [(variable, -1.0), (self._spans[before], leaves), (self._spans[behind], enters)])
         for variable, weight in reduced:
             for stage, seconds in weight.of_rows.items():
-                self._put(-np.inf, 0.0, [(variable, -1.0), (self._spans[stage], seconds[self._useful[stage]])])
+                parts_of_longest = seconds[self._useful[stage]] / weight.longest_s
+                self._put(-np.inf, 0.0, [(variable, -1.0), (self._spans[stage], parts_of_longest)])
 
     def _of(self, stage: int, nbytes: np.ndarray) -> np.ndarray:
         """Bytes of the useful rows of a stage, in units of the limit."""

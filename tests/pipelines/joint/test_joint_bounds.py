@@ -29,7 +29,7 @@ from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.cut_graph import MEMORY_PRICES, Bound, CutGraph
 from autoddl.pipelines.joint.cut_regions import impossible_arcs
 from autoddl.pipelines.joint.explorer import Explorer
-from autoddl.pipelines.joint.memory_demand import demand_of_schedule, memory_demand_of
+from autoddl.pipelines.joint.memory_demand import approximate_demand_of, demand_of_schedule, memory_demand_of
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.space import schedules
 from autoddl.pipelines.joint.unit_runs import UnitRuns, runs_of
@@ -329,6 +329,18 @@ def test_needs_are_those_of_the_generated_schedule(depth: int) -> None:
             assert memory_demand_of(spec) == expected, spec
             compared += 1
     assert compared > 25
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 8])
+def test_approximate_needs_are_near_the_exact_ones(depth: int) -> None:
+    """Without generating a schedule; those with a formula are exact."""
+    for count in (1, 5, 24, 70):
+        for spec, _ in every_schedule(depth, count):
+            near, exact = approximate_demand_of(spec), memory_demand_of(spec)
+            assert near.homes == exact.homes, spec
+            assert 0.5 <= sum(near.in_flight) / sum(exact.in_flight) < 2, spec
+            if spec.name not in ("chimera", "interleaved-1f1b"):
+                assert near == exact, spec
 
 
 def test_pipelines_get_the_micro_batches_of_the_generated_schedule() -> None:
