@@ -382,13 +382,14 @@ class Search:
         Bounds without memory are cheaper, but exclude less.  They come first unless they have excluded few settings of this family
         of schedules.
         """
-        tries = self._free_bounds.setdefault(entry.setting.schedule.name, [])
+        setting, bound_s = entry.setting, entry.bound_s
+        tries = self._free_bounds.setdefault(setting.schedule.name, [])
         if len(tries) < _MIN_FREE_BOUNDS or sum(tries) > _PART_OF_FREE_BOUNDS * len(tries):
-            entry.bound_s = max(entry.bound_s, bound_without_memory(self.explorer, entry.setting, self.best_s))
-            tries.append(entry.bound_s >= self.limit_s)
-        if entry.bound_s < self.limit_s:
-            entry.bound_s = max(entry.bound_s, bound_with_memory(self.explorer, entry.setting, self.best_s))
-        entry.has_memory_bound = True
+            bound_s = max(bound_s, bound_without_memory(self.explorer, setting, self.best_s))
+            tries.append(bound_s >= self.limit_s)
+        if bound_s < self.limit_s:
+            bound_s = max(bound_s, bound_with_memory(self.explorer, setting, self.best_s))
+        entry.bound_s, entry.has_memory_bound = bound_s, True
 
     def _queue_of_least(self) -> list[_OpenSetting] | None:
         """The queue whose first setting is settled next: of those without an attempt, or of the undecided ones.
