@@ -167,7 +167,7 @@ class _Builder:
         self.is_added: list[bool] = []
         #: Per node its task, or that which sends; NONE for all others.
         self.task_of: list[int] = []
-        #: Per task the part of a micro-batch that it computes.
+        # Per task the part of a micro-batch that it computes.
         size = np.where(self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0)
         self._add_tasks(size)
         self._add_transfers(size)
@@ -190,7 +190,7 @@ class _Builder:
         terms, added = self.terms, self.added
         self.node_of: list[int] = []
         self.all_reduces: dict[tuple[int, int], int] = {}
-        #: The term of a compute task of each (kind, stage), and the number of times that a whole one takes it.
+        # The term of a compute task of each (kind, stage), and the number of times that a whole one takes it.
         durations = {
             kind: [self._duration(kind, stage) for stage in range(terms.num_stages)]
             for kind in Kind

@@ -37,7 +37,6 @@ __all__ = [
     "ROUNDING",
     "bound_by_balance",
     "bound_with_memory",
-    "bound_without_memory",
     "estimate_by_simulation",
     "estimate_with_memory",
     "first_estimate",
@@ -108,43 +107,39 @@ def _bound_by_links(explorer: Explorer, setting: Setting) -> float:
     return spec.num_micro_batches * max(least)
 
 
-def bound_without_memory(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The best of the bounds by links and by whole units without memory; inf if the schedule does not exist."""
-    demand = explorer.memory_demand(setting.schedule)
-    if demand is None:
-        return math.inf
-    if not math.isfinite(best_s):
-        return 0.0
-    cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
-    bounds = _bound_by_links(explorer, setting), _bound_by_units(cut_graph, best_s, is_memory_free=True)
-    return max(bounds) * ROUNDING
+def bound_with_memory(explorer: Explorer, setting: Setting, best_s: float, tries_free: bool) -> tuple[float, bool]:
+    """The best of the bounds by links, by whole units, and by balance and whole units with prices on memory.
 
+    Bounds that cannot matter once another one has reached the incumbent are skipped.
 
-def bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The best of the bounds by links, by balance with prices on memory, and by whole units with such prices; inf if the schedule
-    does not exist.
+    Args:
+        explorer: The tables and prices of the model on the cluster.
+        setting: The setting.
+        best_s: Cost of the incumbent.
+        tries_free: Whether the bound by whole units without memory comes first.  It is cheaper, but excludes less.
 
-    Bounds that cannot matter once another one has reached the incumbent ``best_s`` are skipped.
+    Returns:
+        The bound, infinite if the schedule does not exist; and whether it reaches the incumbent without memory.
     """
     demand = explorer.memory_demand(setting.schedule)
     if demand is None:
-        return math.inf
+        return math.inf, False
     if not math.isfinite(best_s):
-        return 0.0
+        return 0.0, False
     cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
+    of_whole_units = bottleneck_bound if cut_graph.has_one_stage_per_worker else capacity_bound
+    bound_s = _bound_by_links(explorer, setting)
+    if tries_free:
+        bound_s = max(bound_s, of_whole_units(cut_graph, best_s, is_memory_free=True))
+        if bound_s >= best_s:
+            return bound_s * ROUNDING, True
     for recomputation in ways_of_units(explorer.recomputations):
         explorer.price_units(recomputed_inside(recomputation), setting.schedule.runs_whole_passes)
     balance = Bound(balance_weights(setting.schedule, setting.widths))
-    bound_s = max(_bound_by_links(explorer, setting), cut_graph.least_over_all_cuts(balance, best_s, MEMORY_PRICES))
+    bound_s = max(bound_s, cut_graph.least_over_all_cuts(balance, best_s, MEMORY_PRICES))
     if bound_s < best_s:
-        bound_s = max(bound_s, _bound_by_units(cut_graph, best_s))
-    return bound_s * ROUNDING
-
-
-def _bound_by_units(cut_graph: CutGraph, best_s: float, is_memory_free: bool = False) -> float:
-    """The bound by whole units (:mod:`.bottleneck_bound`, :mod:`.capacity_bound`)."""
-    of_whole_units = bottleneck_bound if cut_graph.has_one_stage_per_worker else capacity_bound
-    return of_whole_units(cut_graph, best_s, is_memory_free=is_memory_free)
+        bound_s = max(bound_s, of_whole_units(cut_graph, best_s))
+    return bound_s * ROUNDING, False
 
 
 # ---- Estimates -----------------------------------------------------------------------------------------------------

@@ -132,15 +132,15 @@ def _estimated(job: PlanningJob, estimates: RecipeEstimates, recipe: _Recipe, re
     Raises:
         UserError: the degrees do not fit the model or the cluster.
     """
-    workload = replace(job.workload, micro_batch=recipe.micro_batch)
-    none, blocks = (
-        estimates.estimate(recipe.layout, replace(workload, recompute=way), regathers) for way in ("none", "blocks")
-    )
-    trials, limit = list[_Trial](), job.limit_bytes
+    trials, limit, workload = list[_Trial](), job.limit_bytes, replace(job.workload, micro_batch=recipe.micro_batch)
+    none = estimates.estimate(recipe.layout, replace(workload, recompute="none"), regathers)
     if "none" in job.recomputations and none.memory_bytes < _MEMORY_NEAR * limit:
         trials.append(_Trial(recipe, "none", regathers, none.step_s))
     is_needed = "none" not in job.recomputations or none.memory_bytes * _MEMORY_NEAR > limit
-    if is_needed and job.tries("blocks") and blocks.memory_bytes < _MEMORY_NEAR * limit:
+    if not is_needed or not job.tries("blocks"):
+        return trials
+    blocks = estimates.estimate(recipe.layout, replace(workload, recompute="blocks"), regathers)
+    if blocks.memory_bytes < _MEMORY_NEAR * limit:
         part = 1.0
         if SOME_BLOCKS in job.recomputations:
             saved_bytes = none.memory_bytes - blocks.memory_bytes

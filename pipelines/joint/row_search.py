@@ -214,10 +214,11 @@ class RowSearch:
             rows = program.find(self.left_s())
             if rows is None:
                 return None
-            extensions = [self._extensions_from(stage, unit) for stage, unit in enumerate(ends[:-1])]
             if self._is_below(rows, ends, sums):
-                found = zip(range(len(rows)), ends, ends[1:], rows, extensions)
-                return [(stage, first, stop, int(of_stage.row[row])) for stage, first, stop, row, of_stage in found]
+                return [
+                    (stage, unit, stop, int(self._extensions_from(stage, unit).row[row]))
+                    for stage, (unit, stop, row) in enumerate(zip(ends, ends[1:], rows))
+                ]
             program.exclude(rows)
         return self._breadth_first(sums)
 

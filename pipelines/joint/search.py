@@ -32,7 +32,6 @@ from .first_bounds import (
     ROUNDING,
     bound_by_balance,
     bound_with_memory,
-    bound_without_memory,
     estimate_by_simulation,
     estimate_with_memory,
     first_estimate,
@@ -379,17 +378,14 @@ class Search:
     def _bound_with_memory(self, entry: _OpenSetting) -> None:
         """Raise the bound of a setting by memory and whole units.
 
-        Bounds without memory are cheaper, but exclude less.  They come first unless they have excluded few settings of this family
-        of schedules.
+        Bounds without memory come first unless they have excluded few settings of this family of schedules.
         """
-        setting, bound_s = entry.setting, entry.bound_s
-        tries = self._free_bounds.setdefault(setting.schedule.name, [])
-        if len(tries) < _MIN_FREE_BOUNDS or sum(tries) > _PART_OF_FREE_BOUNDS * len(tries):
-            bound_s = max(bound_s, bound_without_memory(self.explorer, setting, self.best_s))
-            tries.append(bound_s >= self.limit_s)
-        if bound_s < self.limit_s:
-            bound_s = max(bound_s, bound_with_memory(self.explorer, setting, self.best_s))
-        entry.bound_s, entry.has_memory_bound = bound_s, True
+        tries = self._free_bounds.setdefault(entry.setting.schedule.name, [])
+        tries_free = len(tries) < _MIN_FREE_BOUNDS or sum(tries) > _PART_OF_FREE_BOUNDS * len(tries)
+        bound_s, is_free_enough = bound_with_memory(self.explorer, entry.setting, self.best_s, tries_free)
+        if tries_free:
+            tries.append(is_free_enough)
+        entry.bound_s, entry.has_memory_bound = max(entry.bound_s, bound_s), True
 
     def _queue_of_least(self) -> list[_OpenSetting] | None:
         """The queue whose first setting is settled next: of those without an attempt, or of the undecided ones.
