@@ -59,9 +59,6 @@ _MAX_RUNS_OF_EVEN_CUT = 4
 #: Cuts are tried before they are searched only if the step of the best fractional cut is below this part of the threshold: whole
 #: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof.
 _PROMISING, _PROMISING_IF_EARLY = 0.94, 0.98
-#: Before the rows of a cut are searched, the cut is tried only if its bound is below this part of the threshold: trials hardly ever
-#: find the plans of a cut whose bound is closer, if there are any.
-_WORTH_A_TRIAL = 0.99
 #: Largest number of paths that restrict the rows of a stage.
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
@@ -367,8 +364,7 @@ class SettingSearch:
             TooManyError: A stage has too many rows.
             TooManyStatesError: There are too many selections of rows.
         """
-        if cut_bound.least_s < _WORTH_A_TRIAL * self.incumbent.threshold:
-            self.trials.try_cut(cut, cut_bound.bound.weights)
+        self.trials.try_cut(cut, cut_bound.bound.weights)
         # Without the layouts at the sides of stages there are fewer rows; this settles most cuts.
         if not self._is_settled_by_rows(cut, cut_bound, has_sides=False):
             self._is_settled_by_rows(cut, cut_bound, has_sides=True)
