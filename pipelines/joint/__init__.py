@@ -10,8 +10,8 @@ its layers, a way of recomputation and a place in a schedule.  The modules, from
 - Stages: `stage_cost` (cost tables), `stage_search` (the best strategies of a stage) and `memory_demand` (micro-batches in flight).
 - Lower bounds: `bounds`, `bottleneck_bound` and `unit_bounds`; `cut_graph` (bounds of all cuts of a setting).
 - A setting (devices, schedule, micro-batch): `first_bounds` bounds and estimates it; `setting_search` finds its best plan, by
-  `setting_bounds` (`relaxation`), `cut_program`, `row_search` (`selection_program`) and `cut_regions`; `cut_trials` and `fitting`
-  find good ones.
+  `setting_bounds` (`relaxation`), `cut_program`, `row_search` and `cut_regions`; `cut_trials` and `fitting` find good ones.
+- Rows of a cut, one for each stage: `selection_program` and `row_program`, with the constraints of `row_constraints`.
 - All settings: `explorer` (the data that settings share), `search` (best-first search) and `least_memory` (the least memory of any
   plan).
 - Planners: `planner` (``plan_jointly``), `rivals` (the best plan of each family of schedules), `paper_planners` (the planners of

@@ -6,9 +6,7 @@ passes each term of stage s, the program is
 
     minimise  theta  subject to
         theta  >=  sum over s, i of (n(P, s) . t(s, i)) x(s, i)  +  transfers(P)         for every known path P
-        sum over i of x(s, i)  =  1                                                      for every stage s
-        sum over w's stages s and i of bytes(s, i) x(s, i)  +  buffer(w)  <=  limit      for every worker w
-        buffer(w)  >=  sum over i of buffer(s, i) x(s, i)                                for every stage s of w
+        the constraints of :mod:`.row_constraints`
 
 The longest path at the solution is the next known path, until it is one already or theta reaches the best step so far.  Transfers
 depend on the rows at both ends; they are those of the selection that a path was found at.  So the result is a heuristic's: a
@@ -23,6 +21,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoddl.costmodel.stopping import Deadline
+
+from .row_constraints import RowConstraints
 
 __all__ = ["Longest", "select_rows"]
 
@@ -65,10 +65,9 @@ def select_rows(
 
     useful = [_undominated(*of_stage) for of_stage in rows]
     kept = [tuple(figures[own] for figures in of_stage) for of_stage, own in zip(rows, useful)]
-    spans = _spans([len(own) for own in useful])
-    num_choices = spans[-1].stop
-    fixed, least, most = _constraints(kept, spans, workers, limit_bytes)
-    size = fixed.shape[1]
+    memory, buffers = ([of_stage[column] / limit_bytes for of_stage in kept] for column in (1, 2))
+    fixed = RowConstraints(memory, buffers, workers, 1.0 - _TOLERANCE, num_others=1)
+    size = fixed.size
     best, times = list(selected), times_of(selected)
     best_s, path = longest(times)
     paths = list(known_paths)
@@ -84,63 +83,22 @@ def select_rows(
         solution = milp(
             np.append(np.zeros(size - 1), 1.0),
             constraints=[
-                LinearConstraint(csr_matrix(fixed), least, most),
+                fixed.constraint,
                 LinearConstraint(csr_matrix(bounds), -np.inf, -transfers),
             ],
-            integrality=np.append(np.ones(num_choices), np.zeros(size - num_choices)),
+            integrality=fixed.integrality,
             bounds=Bounds(np.zeros(size), np.append(np.ones(size - 1), np.inf)),
             options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
         )
         if solution.x is None or solution.x[-1] > 1 - _LEAST_GAIN:
             break
-        chosen = [int(own[np.argmax(solution.x[span])]) for own, span in zip(useful, spans)]
+        chosen = [int(own[np.argmax(solution.x[span])]) for own, span in zip(useful, fixed.spans)]
         times = times_of(chosen)
         step, path = longest(times)
         is_new = not _is_among(path, paths)
         if step < best_s:
             best, best_s = chosen, step
     return best
-
-
-def _spans(lengths: Sequence[int]) -> list[slice]:
-    """The variables x(s, i) of each stage."""
-    ends = np.cumsum(lengths).tolist()
-    return [slice(end - length, end) for end, length in zip(ends, lengths)]
-
-
-def _constraints(
-    rows: Sequence[Sequence[np.ndarray]], spans: Sequence[slice], workers: Sequence[Sequence[int]], limit_bytes: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The constraints that no path belongs to: coefficients of x, of the workers' buffers and of theta, least and largest values.
-
-    Bytes are in units of the limit.
-    """
-    num_choices = spans[-1].stop
-    size = num_choices + len(workers) + 1
-    found: list[np.ndarray] = []
-    least: list[float] = []
-    most: list[float] = []
-
-    def put(low: float, high: float, parts: Sequence[tuple[slice, np.ndarray | float]]) -> None:
-        coefficients = np.zeros(size)
-        for span, values in parts:
-            coefficients[span] = values
-        found.append(coefficients)
-        least.append(low)
-        most.append(high)
-
-    for span in spans:
-        put(1.0, 1.0, [(span, 1.0)])
-    for worker, held in enumerate(workers):
-        buffer = slice(num_choices + worker, num_choices + worker + 1)
-        put(
-            -np.inf,
-            1.0 - _TOLERANCE,
-            [(buffer, 1.0), *((spans[stage], rows[stage][1] / limit_bytes) for stage in held)],
-        )
-        for stage in held:
-            put(-np.inf, 0.0, [(buffer, -1.0), (spans[stage], rows[stage][2] / limit_bytes)])
-    return np.array(found), np.array(least), np.array(most)
 
 
 def _is_among(path: np.ndarray, paths: Sequence[np.ndarray]) -> bool:

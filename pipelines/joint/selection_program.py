@@ -1,12 +1,9 @@
 """Whether a cut has a selection of rows below a threshold on every bound: an integer program.
 
 Stage s has candidate rows (:mod:`.row_search`).  Row i costs c(k, s, i) in bound k, with the least transfers behind the stage.  The
-variable x(s, i) is 1 if row i is selected.  The program has the constraints
+variable x(s, i) is 1 if row i is selected.  Beside the constraints of :mod:`.row_constraints` the program has
 
     sum over s, i of c(k, s, i) x(s, i)  +  crossings  +  shared weights  <=  threshold       for every bound k
-    sum over i of x(s, i)  =  1                                                               for every stage s
-    sum over w's stages s and i of bytes(s, i) x(s, i)  +  buffer(w)  <=  limit               for every worker w
-    buffer(w)  >=  sum over i of buffer(s, i) x(s, i)                                         for every stage s of w
 
 *Crossings.*  A transfer between two layouts, l before the boundary and m behind it, may take longer than the least.  Its extra
 seconds count y times, where y >= 0 and
@@ -30,6 +27,7 @@ import numpy as np
 
 from autoddl.search.fronts import undominated
 
+from .row_constraints import RowConstraints
 from .row_states import Extensions
 
 __all__ = ["Crossing", "SelectionProgram", "SharedSeconds"]
@@ -95,7 +93,7 @@ class SelectionProgram:
         crossings: Sequence[Crossing],
         shared: Sequence[SharedSeconds],
     ) -> None:
-        self.rows, self.workers, self.limit_bytes = rows, workers, limit_bytes
+        self.rows = rows
         least = [of_stage.costs.min(axis=0) for of_stage in rows]
         #: What the least costs of all stages leave below the threshold, per bound.
         self._room = threshold - np.sum(least, axis=0)
@@ -114,19 +112,14 @@ class SelectionProgram:
             own = own[undominated(kinds.ravel(), vectors)]
             self._useful.append(own)
             self._costs.append(costs[own])
-        ends = np.cumsum([len(own) for own in self._useful]).tolist()
-        self._spans = [slice(end - len(own), end) for end, own in zip(ends, self._useful)]
-        self._crossings, self._shared, self._num_choices = crossings, shared, ends[-1]
-        self._size = self._num_choices + len(workers) + len(crossings) + len(shared)
-        self._rows: list[np.ndarray] = []
-        self._low: list[float] = []
-        self._high: list[float] = []
-        self._constrain()
+        self.is_possible = all(len(own) for own in self._useful)
+        if self.is_possible:
+            self._constraints = self._constrained(workers, limit_bytes, crossings, shared)
 
     def exclude(self, selected: Sequence[int]) -> None:
         """Exclude one selection, given by the row of every stage."""
-        chosen = [(span, own == row) for span, own, row in zip(self._spans, self._useful, selected)]
-        self._put(-np.inf, len(selected) - 1.0, chosen)
+        chosen = [(span, own == row) for span, own, row in zip(self._constraints.spans, self._useful, selected)]
+        self._constraints.put(-np.inf, len(selected) - 1.0, chosen)
 
     def find(self, seconds: float) -> list[int] | None:
         """Return the row of every stage for a selection that is below the threshold, up to rounding errors; None if there is none.
@@ -138,69 +131,55 @@ class SelectionProgram:
             TimeoutError: The solver did not end within the time limit.
         """
         # Imported here because loading SciPy's optimizers takes longer than most searches.
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_matrix
+        from scipy.optimize import Bounds, milp
 
         if not self.is_possible:
             return None
-        integrality = np.zeros(self._size)
-        integrality[: self._num_choices] = 1.0
-        upper = np.where(integrality > 0, 1.0, np.inf)
+        integrality = self._constraints.integrality
         solution = milp(
-            np.zeros(self._size),
-            constraints=LinearConstraint(csr_matrix(np.array(self._rows)), self._low, self._high),
+            np.zeros(len(integrality)),
+            constraints=self._constraints.constraint,
             integrality=integrality,
-            bounds=Bounds(np.zeros(self._size), upper),
+            bounds=Bounds(np.zeros(len(integrality)), np.where(integrality > 0, 1.0, np.inf)),
             options={"time_limit": max(seconds, 0.01)},
         )
         if solution.status == _INFEASIBLE:
             return None
         if solution.x is None:
             raise TimeoutError
-        return [int(own[np.argmax(solution.x[span])]) for own, span in zip(self._useful, self._spans)]
+        return [int(own[np.argmax(solution.x[span])]) for own, span in zip(self._useful, self._constraints.spans)]
 
-    def _put(self, low: float, high: float, parts: Sequence[tuple[slice, np.ndarray | float]]) -> None:
-        """Add a constraint; its coefficients are given by parts."""
-        coefficients = np.zeros(self._size)
-        for span, values in parts:
-            coefficients[span] = values
-        self._rows.append(coefficients)
-        self._low.append(low)
-        self._high.append(high)
-
-    def _constrain(self) -> None:
-        """Add the constraints."""
-        variables = (slice(number, number + 1) for number in range(self._num_choices, self._size))
-        buffers = [next(variables) for _ in self.workers]
-        extra = [(next(variables), one) for one in self._crossings]
-        reduced = [(next(variables), one) for one in self._shared]
+    def _constrained(
+        self,
+        workers: Sequence[Sequence[int]],
+        limit_bytes: float,
+        crossings: Sequence[Crossing],
+        shared: Sequence[SharedSeconds],
+    ) -> RowConstraints:
+        """Return the constraints; arguments as of the class."""
+        memory, buffers = (
+            [nbytes[own] / limit_bytes for nbytes, own in zip(of_stages, self._useful)]
+            for of_stages in ([one.memory for one in self.rows], [one.buffer for one in self.rows])
+        )
+        constraints = RowConstraints(memory, buffers, workers, 1.0 + _TOLERANCE, len(crossings) + len(shared))
+        spans = constraints.spans
+        extra = list(zip(constraints.others, crossings))
+        reduced = list(zip(constraints.others[len(crossings) :], shared))
         for bound, room in enumerate(self._room.tolist()):
             parts: list[tuple[slice, np.ndarray | float]] = [
-                (span, costs[:, bound]) for span, costs in zip(self._spans, self._costs)
+                (span, costs[:, bound]) for span, costs in zip(spans, self._costs)
             ]
             # A crossing that takes more than the room is as impossible as one that takes twice the room.
             parts += [(variable, min(float(one.costs[bound]) / room, 2.0)) for variable, one in extra]
             parts += [(variable, one.weights[bound] * one.longest_s / room) for variable, one in reduced]
-            self._put(-np.inf, 1.0 + _TOLERANCE, parts)
-        for span in self._spans:
-            self._put(1.0, 1.0, [(span, 1.0)])
-        for buffer, held in zip(buffers, self.workers):
-            resident = [(self._spans[stage], self._of(stage, self.rows[stage].memory)) for stage in held]
-            self._put(-np.inf, 1.0 + _TOLERANCE, [(buffer, 1.0), *resident])
-            for stage in held:
-                self._put(
-                    -np.inf, 0.0, [(buffer, -1.0), (self._spans[stage], self._of(stage, self.rows[stage].buffer))]
-                )
+            constraints.put(-np.inf, 1.0 + _TOLERANCE, parts)
         for variable, one in extra:
             before, behind = one.stage, one.stage + 1
             leaves = self.rows[before].exit[self._useful[before]] == one.source
             enters = self.rows[behind].entry[self._useful[behind]] == one.target
-            self._put(-np.inf, 1.0, [(variable, -1.0), (self._spans[before], leaves), (self._spans[behind], enters)])
+            constraints.put(-np.inf, 1.0, [(variable, -1.0), (spans[before], leaves), (spans[behind], enters)])
         for variable, weight in reduced:
             for stage, seconds in weight.of_rows.items():
                 parts_of_longest = seconds[self._useful[stage]] / weight.longest_s
-                self._put(-np.inf, 0.0, [(variable, -1.0), (self._spans[stage], parts_of_longest)])
-
-    def _of(self, stage: int, nbytes: np.ndarray) -> np.ndarray:
-        """Bytes of the useful rows of a stage, in units of the limit."""
-        return np.asarray(nbytes[self._useful[stage]] / self.limit_bytes)
+                constraints.put(-np.inf, 0.0, [(variable, -1.0), (spans[stage], parts_of_longest)])
+        return constraints
