@@ -113,8 +113,7 @@ class Evaluation:
             backward=tuple(spec.backward_passes(s) * seconds for s, seconds in enumerate(backward)),
             backward_input=tuple(spec.input_passes(s) * seconds for s, seconds in enumerate(backward)),
             recompute=tuple(seconds if stage.recompute_s else 0.0 for seconds, stage in zip(forward, self.stages)),
-            all_reduce=tuple(stage.exposed_all_reduce_s for stage in self.stages),
-            update=(0.0,) * len(self.stages),
+            **_gradient_times(self.schedule, [stage.exposed_all_reduce_s for stage in self.stages]),
         )
 
     @property
@@ -190,10 +189,8 @@ class Evaluation:
     @property
     def _compute_only_times(self) -> Times:
         """The task times without transfers and all-reduces."""
-        updates = (
-            max(0.0, both - stage.exposed_all_reduce_s) for both, stage in zip(self.times.all_reduce, self.stages)
-        )
-        return replace(self._times_without_transfers, all_reduce=tuple(updates))
+        updates = _gradient_times(self.schedule, [stage.update_s for stage in self.stages])
+        return replace(self._times_without_transfers, **updates)
 
     def _without_rounding(self, seconds: float) -> float:
         """A difference of steps; 0 if it is within the rounding errors of sums of floats."""
@@ -425,23 +422,30 @@ class StageTimes(Protocol):
 def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary], schedule: Schedule) -> Times:
     """Collect the task times for the simulator.
 
-    The optimizer step of a stage directly follows the all-reduce of its gradients, beside the passes of other stages of the worker.
-    So it is a part of the all-reduce task, if there is one, and otherwise the update task at the end of the worker's list.
+    The optimizer step of a stage directly follows the reduction of its gradients, beside the passes of other stages of the worker
+    (:func:`_gradient_times`).
     """
-    reduced: set[int] = set()
-    if len(stages) > 1:  # a single stage is not simulated
-        reduced = {task.stage for tasks in schedule.workers for task in tasks if task.kind is Kind.ALL_REDUCE}
     return Times.of(
         len(stages),
         forward=[stage.forward_s for stage in stages],
         backward=[stage.backward_s for stage in stages],
         backward_input=[stage.backward_input_s for stage in stages],
         recompute=[stage.recompute_s for stage in stages],
-        all_reduce=[
-            stage.exposed_all_reduce_s + (stage.update_s if number in reduced else 0.0)
-            for number, stage in enumerate(stages)
-        ],
-        update=[0.0 if number in reduced else stage.update_s for number, stage in enumerate(stages)],
+        **_gradient_times(schedule, [stage.exposed_all_reduce_s + stage.update_s for stage in stages]),
         transfer=[boundary.forward_s for boundary in boundaries],
         transfer_backward=[boundary.backward_s for boundary in boundaries],
     )
+
+
+def _gradient_times(schedule: Schedule, seconds: Sequence[float]) -> dict[str, tuple[float, ...]]:
+    """The times of the all-reduce and update tasks of stages that need some seconds behind their last backward pass.
+
+    They are those of the all-reduce task, if there is one, and otherwise of the update task at the end of the worker's list: a stage
+    on one device has no all-reduce task, but may exchange the gradients of a weight that it shares with another stage.
+    """
+    reduced = {0}  # of a single stage, whose tasks are too many to go through
+    if schedule.num_stages > 1:
+        reduced = {task.stage for tasks in schedule.workers for task in tasks if task.kind is Kind.ALL_REDUCE}
+    parts = [(value, 0.0) if stage in reduced else (0.0, value) for stage, value in enumerate(seconds)]
+    all_reduce, update = zip(*parts)
+    return {"all_reduce": all_reduce, "update": update}

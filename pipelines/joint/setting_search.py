@@ -59,6 +59,8 @@ _MAX_RUNS_OF_EVEN_CUT = 4
 #: Cuts are tried before they are searched only if the step of the best fractional cut is below this part of the threshold: whole
 #: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof.
 _PROMISING, _PROMISING_IF_EARLY = 0.94, 0.98
+#: A cut is tried before its rows are searched only if its bound is below this part of the threshold: the rows settle others sooner.
+_WORTH_A_TRIAL = 0.99
 #: Largest number of paths that restrict the rows of a stage.
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
@@ -364,7 +366,8 @@ class SettingSearch:
             TooManyError: A stage has too many rows.
             TooManyStatesError: There are too many selections of rows.
         """
-        self.trials.try_cut(cut, cut_bound.bound.weights)
+        if cut_bound.least_s < _WORTH_A_TRIAL * self.incumbent.threshold:
+            self.trials.try_cut(cut, cut_bound.bound.weights)
         # Without the layouts at the sides of stages there are fewer rows; this settles most cuts.
         if not self._is_settled_by_rows(cut, cut_bound, has_sides=False):
             self._is_settled_by_rows(cut, cut_bound, has_sides=True)

@@ -195,7 +195,8 @@ class Program:
                 if task.stage in reduced:
                     free[worker] = _latest(free[worker], reduced[task.stage])
                 else:
-                    free[worker] = free[worker] + times.update[task.stage]
+                    # A stage on one device may share a weight with another, whose gradients both exchange.
+                    free[worker] = free[worker] + times.all_reduce[task.stage] + times.update[task.stage]
             else:
                 start = _latest(free[worker], *(arrivals[maker] for maker in producers.get(task, ())))
                 end = free[worker] = start + times.of(task)

@@ -164,10 +164,11 @@ def test_programs_take_as_long_as_simulated(dice: random.Random) -> None:
         tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or again[task.stage])
         for tasks in schedule.workers
     )
-    # A stage that is all-reduced is updated by the same task (:func:`autoddl.pipelines.joint.evaluation.times_of`).
+    # A stage is reduced and updated by one task: the all-reduce, if it has one (:func:`autoddl.pipelines.joint.evaluation.times_of`).
     reduced = {task.stage for tasks in workers for task in tasks if task.kind is Kind.ALL_REDUCE}
     is_reduced = np.array([[stage in reduced] for stage in stages])
-    all_reduce, update = all_reduce + np.where(is_reduced, update, 0.0), np.where(is_reduced, 0.0, update)
+    both = all_reduce + update
+    all_reduce, update = np.where(is_reduced, both, 0.0), np.where(is_reduced, 0.0, both)
     for one in range(num):
         times = Times.of(
             len(stages),

@@ -196,6 +196,11 @@ def test_joint_plan_is_the_best_of_all_choices(kind: str) -> None:
     check()
 
 
+def test_workers_of_one_device_exchange_gradients_of_a_shared_weight() -> None:
+    """They have no gradients to all-reduce, but both ends of tied embeddings; the exchange decides which plan is the best."""
+    judge(solved(random.Random(52682), "transformers", random_choices))
+
+
 #: Random problems (kind, seed) whose best plan has a pipeline, and what is chosen there.
 CHOSEN = (
     ("nodes of two", 31, {"zero1", "zero2", "zero3", "hybrid"}),
