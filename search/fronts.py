@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -185,6 +186,37 @@ class _Step:
     links: tuple[tuple[int, int, np.ndarray], ...]
     shape: tuple[int, ...]
 
+    @cached_property
+    def joined_links(self) -> tuple[_JoinedLink, ...]:
+        """The links, those to one earlier variable as one."""
+        joined = []
+        for at in dict.fromkeys(at for at, _, _ in self.links):
+            components, costs = zip(*((component, costs) for place, component, costs in self.links if place == at))
+            whole = np.stack(costs)
+            is_forbidden = np.isinf(whole).any(axis=0).ravel()
+            flat = np.where(np.isinf(whole), 0.0, whole).reshape(len(whole), -1)
+            forbidden = is_forbidden if is_forbidden.any() else None
+            joined.append(_JoinedLink(at, list(components), flat, forbidden, whole.shape[1:]))
+        return tuple(joined)
+
+
+class _JoinedLink(NamedTuple):
+    """The links of a step to one earlier variable.
+
+    Attributes:
+        at: position of the earlier variable in ``before``.
+        components: the components of which the pairs of classes have values.
+        costs: their finite values, shape (components, pairs).
+        forbidden: which pairs have no finite value; None if all have.
+        shape: number of classes of the earlier variable and of the step's.
+    """
+
+    at: int
+    components: list[int]
+    costs: np.ndarray
+    forbidden: np.ndarray | None
+    shape: tuple[int, ...]
+
 
 def _decomposed(table: VectorTable) -> tuple[_Step, ...]:
     count = len(table.sums)
@@ -314,11 +346,15 @@ def undominated(
 # ------------------------------------------------------------------------------------------- bounds on the remaining variables
 
 
-def _remaining(steps: Sequence[_Step], weights: np.ndarray) -> list[np.ndarray]:
+def _remaining(
+    steps: Sequence[_Step], weights: np.ndarray, chosen: list[np.ndarray] | None = None
+) -> list[np.ndarray]:
     """The least ``w . sums`` of the variables from each step on, for each assignment of the step's ``before``.
 
     Args:
         weights: shape (weights, components).
+        chosen: gets, for each step from the last one on, the class of the step's variable that has the least; in the shape of the
+            result.
 
     Returns:
         An array for each step, of shape (weights, classes of each variable of ``before``), and one of zeros for the end.
@@ -331,15 +367,18 @@ def _remaining(steps: Sequence[_Step], weights: np.ndarray) -> list[np.ndarray]:
         whole = found[-1].reshape([many, *(sizes[v] if v in step.after else 1 for v in held)])
         own = np.minimum.reduceat(weights @ step.options.sums.T, step.options.first, axis=1)
         whole = whole + own.reshape([many, *(1,) * len(step.before), -1])
-        for at, component, costs in step.links:
+        for link in step.joined_links:
             shape = [1] * len(held)
-            shape[at], shape[-1] = costs.shape
-            part = weights[:, component, None, None] * np.where(np.isinf(costs), 0.0, costs)
-            if np.isinf(costs).any():
-                part = np.where(np.isinf(costs), np.inf, part)
+            shape[link.at], shape[-1] = link.shape
+            part = weights[:, link.components] @ link.costs
+            if link.forbidden is not None:
+                part[:, link.forbidden] = np.inf
             whole = whole + part.reshape([many, *shape])
-        whole = np.broadcast_to(whole, [many, *(sizes[v] for v in held)])
-        found.append(whole.min(axis=-1))
+        # Variables that neither this step nor later ones depend on have equal values along their axes.
+        shape = [many, *(sizes[v] for v in step.before)]
+        found.append(np.broadcast_to(whole.min(axis=-1), shape))
+        if chosen is not None:
+            chosen.append(np.broadcast_to(whole.argmin(axis=-1), shape))
     return found[::-1]
 
 
@@ -373,24 +412,15 @@ def least_choices(table: VectorTable, weights: np.ndarray) -> np.ndarray:
         TooManyError: a table over open variables would be too large.
     """
     steps, many = table.steps, len(weights)
-    remaining = _remaining(steps, weights)
-    if not np.isfinite(remaining[0]).all():
+    chosen: list[np.ndarray] = []
+    if not np.isfinite(_remaining(steps, weights, chosen)[0]).all():
         return np.zeros((0, len(steps)), dtype=np.intp)
     choices, rows = np.zeros((many, len(steps)), dtype=np.intp), np.arange(many)
     classes: dict[int, np.ndarray] = {}
-    for step, togo in zip(steps, remaining[1:]):
-        options = step.options
-        of_class = np.zeros((many, options.num_classes))
-        for at, component, costs in step.links:
-            with np.errstate(invalid="ignore"):
-                part = weights[:, component, None] * costs[classes[step.before[at]]]
-            of_class += np.where(np.isnan(part), np.inf, part)
-        index = [
-            classes[v][:, None] if v != step.variable else np.arange(options.num_classes)[None] for v in step.after
-        ]
-        of_class += togo[tuple([rows[:, None], *index])]
-        chosen = (weights @ options.sums.T + of_class[:, options.of_class]).argmin(axis=1)
-        choices[:, step.variable], classes[step.variable] = options.number[chosen], options.of_class[chosen]
+    for step, least_class in zip(steps, reversed(chosen)):
+        own, options = least_class[(rows, *(classes[v] for v in step.before))], step.options
+        of_class = np.where(options.of_class == own[:, None], weights @ options.sums.T, np.inf)
+        choices[:, step.variable], classes[step.variable] = options.number[of_class.argmin(axis=1)], own
     return choices
 
 

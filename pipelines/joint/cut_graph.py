@@ -96,7 +96,8 @@ class CutGraph:
         arcs: The arcs whose rows are loaded.
     """
 
-    def __init__(self, explorer: Explorer, setting: Setting, recomputations: Sequence[str], demand: MemoryDemand):
+    def __init__(self, explorer: Explorer, setting: Setting, recomputations: Sequence[str], demand: MemoryDemand, is_tight: bool = False):
+        self.is_tight = is_tight
         self.explorer, self.setting, self.recomputations, self.demand = explorer, setting, tuple(recomputations), demand
         self.spec = setting.schedule
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
@@ -283,7 +284,7 @@ class CutGraph:
             own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
             rows = own.reshape(-1, own.shape[-1])
             ways = ("none", "blocks") if recompute == SOME_BLOCKS else (recomputed_inside(recompute),)
-            by_way = [units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows) for way in ways]
+            by_way = [units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows, self.is_tight) for way in ways]
             values = [value for value in by_way if value is not None]
             if not values:
                 return None
@@ -408,26 +409,39 @@ class CutGraph:
         """
         costs = np.full((*price.shape, self.num_units), np.inf)
         vectors = np.zeros((*costs.shape, 5))
-        for recompute in ways_of_units(self.recomputations):
-            vector_weights = self._vector_weights(weights, recompute, price)
-            in_flight = self._kept_in_flight(recompute)
-            bytes_factors = np.column_stack([self._state_factors, in_flight, np.ones(self.num_stages)])
-            for (number, passes), stages in self._equal_stages.items():
-                own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
-                rows = own.reshape(-1, own.shape[-1])
-                found = units.least_vectors(
-                    recomputed_inside(recompute), passes.replicas, passes.micro_batch, passes.smallest_pass, rows
-                )
-                if found is None:
+        ways = ways_of_units(self.recomputations)
+        vector_weights = {way: self._vector_weights(weights, way, price) for way in ways}
+        for (number, passes), stages in self._equal_stages.items():
+            units, size = self.stage_searches[number].unit_bounds, (passes.micro_batch, passes.smallest_pass)
+            rows = {way: each[..., stages, :].reshape(-1, each.shape[-1]) for way, each in vector_weights.items()}
+            own = np.full((len(rows[ways[0]]), self.num_units), np.inf)
+            own_vectors = np.zeros((*own.shape, 5))
+            of_stage = np.broadcast_to(np.arange(self.num_stages)[stages], price[..., stages].shape).ravel()
+            rough = {}
+            for way in ways:
+                least = units.least(recomputed_inside(way), passes.replicas, *size, rows[way])
+                if least is None:
                     return None
-                each = found.reshape(*own.shape[:-1], *found.shape[1:])
-                value = np.einsum("...uc,...c->...u", each, own)
-                recompute_s = each[..., 0] if recompute == "stage" else np.zeros_like(value)
-                nbytes = np.einsum("...suc,sc->...su", each[..., MEMORY], bytes_factors[stages])
-                vector = np.stack([each[..., 0], each[..., 1], recompute_s, each[..., 2], nbytes], axis=-1)
-                is_less = value < costs[..., stages, :]
-                costs[..., stages, :] = np.where(is_less, value, costs[..., stages, :])
-                vectors[..., stages, :, :] = np.where(is_less[..., None], vector, vectors[..., stages, :, :])
+                rough[way] = least
+            # The ways that seem cheap first: then others need not be looked at closely.
+            for way in sorted(ways, key=lambda way: float(rough[way].sum())):
+                is_wanted = (rough[way] < own).any(axis=1)
+                if not is_wanted.any():
+                    continue
+                wanted = rows[way][is_wanted]
+                found = units.least_vectors(recomputed_inside(way), passes.replicas, *size, wanted, self.is_tight)
+                assert found is not None
+                value = np.einsum("ruc,rc->ru", found, wanted)
+                recompute_s = found[..., 0] if way == "stage" else np.zeros_like(value)
+                factors = np.column_stack([self._state_factors, self._kept_in_flight(way), np.ones(self.num_stages)])
+                nbytes = np.einsum("ruc,rc->ru", found[..., MEMORY], factors[of_stage[is_wanted]])
+                vector = np.stack([found[..., 0], found[..., 1], recompute_s, found[..., 2], nbytes], axis=-1)
+                is_less = value < own[is_wanted]
+                own[is_wanted] = np.where(is_less, value, own[is_wanted])
+                own_vectors[is_wanted] = np.where(is_less[..., None], vector, own_vectors[is_wanted])
+            shape = price[..., stages].shape
+            costs[..., stages, :] = own.reshape(*shape, -1)
+            vectors[..., stages, :, :] = own_vectors.reshape(*shape, self.num_units, 5)
         return costs, vectors
 
     def least_of_units(self, weights: np.ndarray, price: np.ndarray) -> np.ndarray | None:

@@ -87,8 +87,7 @@ class Relaxation:
         #: Per path the number of the latest solution in which it had a share.
         self._path_last_used = np.zeros(0, dtype=np.intp)
         #: Per column its stage, its run, the number of the latest solution that used it, and its vector (t(c, .), m(c)).
-        self._stage = self._run = self._column_last_used = np.zeros(0, dtype=np.intp)
-        self._vectors = np.zeros((0, 5))
+        self.drop_columns()
 
     # ------------------------------------------------------------------------------------------------- paths and columns
 
@@ -111,6 +110,11 @@ class Relaxation:
         """Drop the ``count`` paths that have had no share for the most solutions."""
         remaining = np.sort(np.argsort(self._path_last_used, kind="stable")[count:])
         self._paths, self._path_last_used = self._paths[remaining], self._path_last_used[remaining]
+
+    def drop_columns(self) -> None:
+        """Drop all columns."""
+        self._stage = self._run = self._column_last_used = np.zeros(0, dtype=np.intp)
+        self._vectors = np.zeros((0, 5))
 
     def add_columns(self, vectors: np.ndarray, reduced_costs: np.ndarray | None = None) -> bool:
         """Add a way to run a unit of every run at every stage.

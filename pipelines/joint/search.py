@@ -164,9 +164,8 @@ class Search:
         #: The setting that gets its first bound next; None before it is read from the iterator.
         self._next: Setting | None = None
         self._first_bounds: dict[object, float] = {}
-        #: Settings that attempts left undecided, and those that no attempt is left for; both are heaps.
-        self._undecided: list[_OpenSetting] = []
-        self._given_up: list[_OpenSetting] = []
+        #: Settings that attempts left undecided, by the number of attempts; no attempt is left for the last ones.  They are heaps.
+        self._undecided: tuple[list[_OpenSetting], ...] = tuple([] for _ in range(len(_ATTEMPTS_S) + 1))
         #: Seconds of processor time of the proof, and of longer attempts at undecided settings.
         self._proof_s = self._longer_s = 0.0
         #: Whether every setting has a first bound.
@@ -232,7 +231,7 @@ class Search:
 
     @property
     def _queues(self) -> tuple[list[_OpenSetting], ...]:
-        return self.open, self._undecided, self._given_up
+        return self.open, *self._undecided
 
     @property
     def is_over(self) -> bool:
@@ -368,12 +367,15 @@ class Search:
                 self._attempt(entry)
                 heapq.heappop(queue)
                 if entry.bound_s < self.limit_s:
-                    is_given_up = entry.num_attempts >= len(_ATTEMPTS_S)
-                    heapq.heappush(self._given_up if is_given_up else self._undecided, entry)
+                    self._put_back(entry)
             spent_s = time.process_time() - began
             self._proof_s += spent_s
-            self._longer_s += spent_s if queue is self._undecided else 0.0
-        self.result.is_finished = not any(entry.bound_s < self.limit_s for entry in self._given_up)
+            self._longer_s += 0.0 if queue is self.open else spent_s
+        self.result.is_finished = not any(entry.bound_s < self.limit_s for entry in self._undecided[-1])
+
+    def _put_back(self, entry: _OpenSetting) -> None:
+        """Put a setting to the undecided ones."""
+        heapq.heappush(self._undecided[min(entry.num_attempts, len(_ATTEMPTS_S))], entry)
 
     def _bound_with_memory(self, entry: _OpenSetting) -> None:
         """Raise the bound of a setting by memory and whole units.
@@ -390,18 +392,20 @@ class Search:
     def _queue_of_least(self) -> list[_OpenSetting] | None:
         """The queue whose first setting is settled next: of those without an attempt, or of the undecided ones.
 
-        An undecided setting with the least bound of all gets its next, longer attempt at once if such attempts have taken less than
-        their share of the time; else the others come first.  None if no setting is left.
+        Of the undecided ones those of the fewest attempts come first: many short attempts settle more settings than a long one.
+        If the first of them has the least bound, it gets its next attempt at once if such attempts have taken less than their share
+        of the time; else the settings without an attempt come first.  None if no setting is left.
         """
         while self.open and self.open[0].num_attempts:
-            heapq.heappush(self._undecided, heapq.heappop(self.open))
-        is_open, is_undecided = (bool(one) and one[0].bound_s < self.limit_s for one in (self.open, self._undecided))
-        if not is_open:
-            return self._undecided if is_undecided else None
-        if is_undecided and self._undecided[0] < self.open[0]:
-            slice_s = _ATTEMPTS_S[self._undecided[0].num_attempts]
+            self._put_back(heapq.heappop(self.open))
+        is_open = bool(self.open) and self.open[0].bound_s < self.limit_s
+        undecided = next((one for one in self._undecided[:-1] if one and one[0].bound_s < self.limit_s), None)
+        if not is_open or undecided is None:
+            return self.open if is_open else undecided
+        if undecided[0] < self.open[0]:
+            slice_s = _ATTEMPTS_S[undecided[0].num_attempts]
             if self._longer_s + slice_s < _SHARE_OF_LONGER_ATTEMPTS * self._proof_s:
-                return self._undecided
+                return undecided
         return self.open
 
     def _attempt(self, entry: _OpenSetting, is_early: bool = False) -> None:

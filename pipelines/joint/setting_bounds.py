@@ -131,6 +131,13 @@ class SettingBounds:
         """Use the graph of the setting's own schedule from now on."""
         self.schedule_graph, self.is_simpler = self.explorer.schedule_graph(self.setting), False
 
+    def tighten(self) -> None:
+        """Let redistributions inside units count from now on."""
+        self.cut_graph.is_tight = True
+        self.relaxation.drop_columns()
+        self.even_times = None
+        self._add_first_columns()
+
     # ------------------------------------------------------------------------------------------------- paths and columns
 
     def initialise(self) -> bool:
@@ -143,7 +150,10 @@ class SettingBounds:
         spec = self.setting.schedule
         for path in (balanced, *(worker_paths(spec) if spec.synchronous else worker_loads(spec))):
             self.add_path(path, is_from_schedule=True)
-        weights = np.maximum(balanced, 1e-3)
+        return self._add_first_columns()
+
+    def _add_first_columns(self) -> bool:
+        weights = np.maximum(balance_weights(self.setting.schedule, self.setting.widths), 1e-3)
         prices = self.cut_graph.price_grid(weights, self.approximate_step_s())
         cheapest = self.cut_graph.cheapest_units(weights, np.stack([*prices, 1e6 * prices[-1]]))
         if cheapest is None:

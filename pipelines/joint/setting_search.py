@@ -57,14 +57,15 @@ _MAX_ESTIMATE_ROUNDS = 8
 #: Largest number of runs of equal units for which the even cut is a good estimate of the best one.
 _MAX_RUNS_OF_EVEN_CUT = 4
 #: Cuts are tried before they are searched only if the step of the best fractional cut is below this part of the threshold: whole
-#: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof.
-_PROMISING, _PROMISING_IF_EARLY = 0.94, 0.98
+#: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof, and for steps in
+#: which redistributions inside units count.
+_PROMISING, _PROMISING_IF_SHARP = 0.94, 0.98
 #: A cut is tried before its rows are searched only if its bound is below this part of the threshold: the rows settle others sooner.
 _WORTH_A_TRIAL = 0.99
 #: Largest number of paths that restrict the rows of a stage.
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
-_MAX_CUT_PATHS = 60
+_MAX_CUT_PATHS = 20
 #: How far from the best fractional cut to a whole cut the point is at which a bound is made that excludes the cut.
 _STEP_TO_CUT = 0.5
 #: Seconds of the integer program for the cut of the least bound; any cut below the threshold is found sooner.
@@ -150,6 +151,11 @@ class SettingSearch:
             self.incumbent.best, self.incumbent.best_s = None, known_s
         self.is_quick = self.is_early = False
         self._set_deadline(deadline)
+        if self._is_possible and not self.cut_graph.is_tight:
+            # It is worth the effort now.  What is known of cuts is found again, better.
+            self.bounds.tighten()
+            self._all_cuts = self._program = None
+            self._regions, self._given_up_s = [], math.inf
         self.run()
 
     def run(self) -> None:
@@ -252,7 +258,7 @@ class SettingSearch:
         """Return whether cuts are worth trying before they are searched."""
         if self.bounds.is_simpler and not (self.is_quick or self.is_early):
             return False  # they are tried with the whole schedule, if it comes to that
-        part = _PROMISING_IF_EARLY if self.is_early else _PROMISING
+        part = _PROMISING_IF_SHARP if self.is_early or self.cut_graph.is_tight else _PROMISING
         return region_bound.fractional_s < part * self.incumbent.threshold
 
     # ----------------------------------------------------------------------------------------------- phase 2: cut by cut

@@ -24,7 +24,7 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import fitting
-from autoddl.search.fronts import undominated
+from autoddl.search.fronts import TooManyError, VectorTable, least, least_choices, undominated
 
 from .partition import ENTRY, Chain
 from .stage_cost import COMPONENTS, Replicas, StageTables
@@ -122,6 +122,7 @@ class UnitBounds:
         self._first_units = [chain.kinds.index(kind) for kind in range(max(chain.kinds) + 1)]
         self._kinds = np.array(chain.kinds)
         self._options: dict[tuple[str, Replicas], _Options | None] = {}
+        self._unit_tables: dict[tuple[str, Replicas, int, int], tuple[tuple[int, VectorTable], ...]] = {}
         self._micro_batch_options: dict[tuple[str, Replicas, int, int], _MicroBatchOptions | None] = {}
 
     def _options_of(self, recompute: str, replicas: Replicas) -> _Options | None:
@@ -208,7 +209,13 @@ class UnitBounds:
         )
 
     def least(
-        self, recompute: str, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
+        self,
+        recompute: str,
+        replicas: Replicas,
+        micro_batch: int,
+        part: int,
+        weights: np.ndarray,
+        is_tight: bool = False,
     ) -> np.ndarray | None:
         """Return the least weighted sum of each unit's vector, for each weight.
 
@@ -218,6 +225,7 @@ class UnitBounds:
             micro_batch: Samples of a micro-batch.
             part: Samples of the smallest pass, which strategies must divide.
             weights: Shape (weights, components).
+            is_tight: Whether redistributions inside the units count.
 
         Returns:
             Shape (weights, units); None if every unit has a layer without a strategy that divides ``part`` samples.
@@ -227,10 +235,19 @@ class UnitBounds:
             return None
         of_layers = np.minimum.reduceat(weights @ options.vectors, options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
+        for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
+            tight = least(table, weights)
+            of_kinds[:, kind] = np.where(np.isfinite(tight), np.maximum(tight, of_kinds[:, kind]), of_kinds[:, kind])
         return np.asarray(of_kinds[:, self._kinds])
 
     def least_vectors(
-        self, recompute: str, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
+        self,
+        recompute: str,
+        replicas: Replicas,
+        micro_batch: int,
+        part: int,
+        weights: np.ndarray,
+        is_tight: bool = False,
     ) -> np.ndarray | None:
         """Return a vector of each unit that has the least weighted sum, for each weight; arguments as :meth:`least`.
 
@@ -241,12 +258,53 @@ class UnitBounds:
         if options is None:
             return None
         values = weights @ options.vectors
-        least = np.repeat(np.minimum.reduceat(values, options.first_of_layer, axis=1), options.sizes, axis=1)
+        lowest = np.repeat(np.minimum.reduceat(values, options.first_of_layer, axis=1), options.sizes, axis=1)
         # The first option of each layer that has the least value.
-        indices = np.where(values <= least, np.arange(values.shape[1]), values.shape[1])
+        indices = np.where(values <= lowest, np.arange(values.shape[1]), values.shape[1])
         chosen = np.minimum.reduceat(indices, options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(options.vectors[:, chosen], options.first_of_kind, axis=2)
+        for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
+            choices = least_choices(table, weights)
+            if len(choices):
+                of_kinds[:, :, kind] = table.evaluate(choices)[0].T
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
+
+    def _tables_at(
+        self, recompute: str, replicas: Replicas, micro_batch: int, part: int
+    ) -> tuple[tuple[int, VectorTable], ...]:
+        """The kinds of units that have redistributions inside, each with the table of its vectors."""
+        key = (recompute, replicas, micro_batch, part)
+        if key not in self._unit_tables:
+            tables = []
+            for kind, unit in enumerate(self._first_units):
+                table = self._unit_table(unit, *key)
+                if table is not None:
+                    tables.append((kind, table))
+            self._unit_tables[key] = tuple(tables)
+        return self._unit_tables[key]
+
+    def _unit_table(
+        self, unit: int, recompute: str, replicas: Replicas, micro_batch: int, part: int
+    ) -> VectorTable | None:
+        """The table of a unit's vectors; None if redistributions inside the unit cost nothing, or cannot be searched."""
+        own, plain = (
+            self.tables.table(unit, unit + 1, way, micro_batch, part, replicas) for way in (recompute, "none")
+        )
+        if own is None or plain is None or not own.table.edges:
+            return None
+        # As in :meth:`_collect_options`, the units of a stage do not add up what one block needs at a time.
+        num = len(COMPONENTS)
+        sums = tuple(
+            np.column_stack([with_recomputation[:, :3], without[:, 3], with_recomputation[:, 4], np.zeros(len(without))])
+            for with_recomputation, without in zip(own.table.sums, plain.table.sums)
+        )
+        assert sums[0].shape[1] == num
+        table = VectorTable(sums, tuple(np.zeros(len(one)) for one in sums), own.table.edges)
+        try:
+            table.steps
+        except TooManyError:
+            return None
+        return table
 
     def _options_at(self, recompute: str, replicas: Replicas, micro_batch: int, part: int) -> _MicroBatchOptions | None:
         key = (recompute, replicas, micro_batch, part)
