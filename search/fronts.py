@@ -346,9 +346,7 @@ def undominated(
 # ------------------------------------------------------------------------------------------- bounds on the remaining variables
 
 
-def _remaining(
-    steps: Sequence[_Step], weights: np.ndarray, chosen: list[np.ndarray] | None = None
-) -> list[np.ndarray]:
+def _remaining(steps: Sequence[_Step], weights: np.ndarray, chosen: list[np.ndarray] | None = None) -> list[np.ndarray]:
     """The least ``w . sums`` of the variables from each step on, for each assignment of the step's ``before``.
 
     Args:
@@ -374,11 +372,12 @@ def _remaining(
             if link.forbidden is not None:
                 part[:, link.forbidden] = np.inf
             whole = whole + part.reshape([many, *shape])
-        # Variables that neither this step nor later ones depend on have equal values along their axes.
-        shape = [many, *(sizes[v] for v in step.before)]
-        found.append(np.broadcast_to(whole.min(axis=-1), shape))
+        whole_shape = (many, *(sizes[v] for v in held))
+        if whole.shape != whole_shape:  # nothing depends on a variable any more
+            whole = np.broadcast_to(whole, whole_shape)
+        found.append(whole.min(axis=-1))
         if chosen is not None:
-            chosen.append(np.broadcast_to(whole.argmin(axis=-1), shape))
+            chosen.append(whole.argmin(axis=-1))
     return found[::-1]
 
 
@@ -418,7 +417,8 @@ def least_choices(table: VectorTable, weights: np.ndarray) -> np.ndarray:
     choices, rows = np.zeros((many, len(steps)), dtype=np.intp), np.arange(many)
     classes: dict[int, np.ndarray] = {}
     for step, least_class in zip(steps, reversed(chosen)):
-        own, options = least_class[(rows, *(classes[v] for v in step.before))], step.options
+        options, index = step.options, (rows, *(classes[v] for v in step.before))
+        own = least_class[index]
         of_class = np.where(options.of_class == own[:, None], weights @ options.sums.T, np.inf)
         choices[:, step.variable], classes[step.variable] = options.number[of_class.argmin(axis=1)], own
     return choices

@@ -9,7 +9,8 @@ each bound an arc costs at least
 
 The least over the ways to run a stage comes from one of two sources:
 
--   its *units*: the sum of what each unit adds at least, with free redistributions (:mod:`.unit_bounds`); known for all arcs;
+-   its *units*: the sum of what each unit adds at least, with free redistributions between units, and inside them unless the bounds
+    are tight (:mod:`.unit_bounds`); known for all arcs;
 -   its *rows*, after :meth:`CutGraph.load_rows`: the front of the stage's ways to run, as far as it is within the memory limit and
     within thresholds (:mod:`.stage_search`); expensive, so only for the arcs of single cuts.
 """
@@ -36,7 +37,7 @@ from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
 from .space import SOME_BLOCKS, recomputations_of_stage, ways_of_arcs, ways_of_units
-from .stage_cost import COMPONENTS, MEMORY
+from .stage_cost import COMPONENTS
 from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
 from .unit_runs import UnitRuns, runs_of
 
@@ -93,11 +94,11 @@ class CutGraph:
         stage_searches, stage_demands, passes: Per stage the search of its rows, its memory demand, and its passes.
         is_alone: Whether each worker has a single stage.
         limit_bytes: Memory limit of a device [bytes].
+        is_tight: Whether redistributions inside units count (:mod:`.unit_bounds`).
         arcs: The arcs whose rows are loaded.
     """
 
-    def __init__(self, explorer: Explorer, setting: Setting, recomputations: Sequence[str], demand: MemoryDemand, is_tight: bool = False):
-        self.is_tight = is_tight
+    def __init__(self, explorer: Explorer, setting: Setting, recomputations: Sequence[str], demand: MemoryDemand):
         self.explorer, self.setting, self.recomputations, self.demand = explorer, setting, tuple(recomputations), demand
         self.spec = setting.schedule
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
@@ -108,6 +109,7 @@ class CutGraph:
         self.terms = Terms(self.num_stages)
         self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)
         self.limit_bytes = explorer.limit_bytes
+        self.is_tight = False
         #: Per stage the number of stages on its worker (the largest of them if several workers hold the stage).
         self._stages_on_worker = np.ones(self.num_stages)
         for held in demand.homes:
@@ -284,7 +286,10 @@ class CutGraph:
             own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
             rows = own.reshape(-1, own.shape[-1])
             ways = ("none", "blocks") if recompute == SOME_BLOCKS else (recomputed_inside(recompute),)
-            by_way = [units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows, self.is_tight) for way in ways]
+            by_way = [
+                units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows, self.is_tight)
+                for way in ways
+            ]
             values = [value for value in by_way if value is not None]
             if not values:
                 return None
@@ -409,39 +414,23 @@ class CutGraph:
         """
         costs = np.full((*price.shape, self.num_units), np.inf)
         vectors = np.zeros((*costs.shape, 5))
-        ways = ways_of_units(self.recomputations)
-        vector_weights = {way: self._vector_weights(weights, way, price) for way in ways}
+        weights_of_ways = {way: self._vector_weights(weights, way, price) for way in ways_of_units(self.recomputations)}
         for (number, passes), stages in self._equal_stages.items():
-            units, size = self.stage_searches[number].unit_bounds, (passes.micro_batch, passes.smallest_pass)
-            rows = {way: each[..., stages, :].reshape(-1, each.shape[-1]) for way, each in vector_weights.items()}
-            own = np.full((len(rows[ways[0]]), self.num_units), np.inf)
-            own_vectors = np.zeros((*own.shape, 5))
-            of_stage = np.broadcast_to(np.arange(self.num_stages)[stages], price[..., stages].shape).ravel()
-            rough = {}
-            for way in ways:
-                least = units.least(recomputed_inside(way), passes.replicas, *size, rows[way])
-                if least is None:
-                    return None
-                rough[way] = least
-            # The ways that seem cheap first: then others need not be looked at closely.
-            for way in sorted(ways, key=lambda way: float(rough[way].sum())):
-                is_wanted = (rough[way] < own).any(axis=1)
-                if not is_wanted.any():
-                    continue
-                wanted = rows[way][is_wanted]
-                found = units.least_vectors(recomputed_inside(way), passes.replicas, *size, wanted, self.is_tight)
-                assert found is not None
-                value = np.einsum("ruc,rc->ru", found, wanted)
-                recompute_s = found[..., 0] if way == "stage" else np.zeros_like(value)
-                factors = np.column_stack([self._state_factors, self._kept_in_flight(way), np.ones(self.num_stages)])
-                nbytes = np.einsum("ruc,rc->ru", found[..., MEMORY], factors[of_stage[is_wanted]])
-                vector = np.stack([found[..., 0], found[..., 1], recompute_s, found[..., 2], nbytes], axis=-1)
-                is_less = value < own[is_wanted]
-                own[is_wanted] = np.where(is_less, value, own[is_wanted])
-                own_vectors[is_wanted] = np.where(is_less[..., None], vector, own_vectors[is_wanted])
             shape = price[..., stages].shape
-            costs[..., stages, :] = own.reshape(*shape, -1)
-            vectors[..., stages, :, :] = own_vectors.reshape(*shape, self.num_units, 5)
+            rows = {way: each[..., stages, :].reshape(-1, each.shape[-1]) for way, each in weights_of_ways.items()}
+            of_stage = np.broadcast_to(np.arange(self.num_stages)[stages], shape).ravel()
+            factors = {
+                way: np.column_stack([self._state_factors, self._kept_in_flight(way), np.ones(self.num_stages)])[
+                    of_stage
+                ]
+                for way in rows
+            }
+            size = passes.replicas, passes.micro_batch, passes.smallest_pass
+            found = self.stage_searches[number].unit_bounds.cheapest_ways(*size, rows, factors, self.is_tight)
+            if found is None:
+                return None
+            costs[..., stages, :] = found[0].reshape(*shape, self.num_units)
+            vectors[..., stages, :, :] = found[1].reshape(*shape, self.num_units, 5)
         return costs, vectors
 
     def least_of_units(self, weights: np.ndarray, price: np.ndarray) -> np.ndarray | None:

@@ -84,9 +84,9 @@ class CutProgram:
     def add(self, bound: Bound) -> None:
         """Add a bound, which has one vector of prices at most."""
         price = bound.prices[0] if bound.prices else np.zeros(self.stages)
-        cheapest = self.cut_graph.cheapest_units(bound.weights, price)
-        assert cheapest is not None
-        row, constant = self.cut_graph.row_of(bound, cheapest[0])
+        of_units = self.cut_graph.least_of_units(bound.weights, price)
+        assert of_units is not None
+        row, constant = self.cut_graph.row_of(bound, of_units)
         self.bounds.append(bound)
         self._rows.append(row.ravel())
         self._constants.append(constant)

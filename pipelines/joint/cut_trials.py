@@ -17,6 +17,7 @@ from .bounds import worker_loads
 from .cut_graph import Bound
 from .cut_regions import Cut, bottleneck_cut, cut_at
 from .cut_times import MAX_NODES, locally_improved, times_of_cuts
+from .evaluation import Evaluation
 from .fewer_blocks import with_fewer_blocks
 from .fitting import fitting_rows
 from .setting_bounds import RegionBound, SettingBounds
@@ -100,7 +101,7 @@ class CutTrials:
                 return
         self.evaluate([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
 
-    def evaluate(self, sizes: Sequence[int], stages: Sequence[tuple[str, Mapping[str, Strategy]]]) -> None:
+    def evaluate(self, sizes: Sequence[int], stages: Sequence[tuple[str, Mapping[str, Strategy]]]) -> Evaluation:
         """Evaluate a plan from the layer graph; it becomes the incumbent if it fits and is better.
 
         Args:
@@ -110,7 +111,7 @@ class CutTrials:
         explorer = self.explorer
         evaluation = explorer.evaluation(explorer.configuration(self.setting, sizes, stages))
         self.simulated += 1
-        if evaluation.memory_bytes > explorer.limit_bytes:
-            return
-        evaluation = with_fewer_blocks(explorer.chain, evaluation, explorer.limit_bytes, explorer.recomputations)
-        self.incumbent.replace(evaluation, evaluation.cost(explorer.pricing.objective))
+        if evaluation.memory_bytes <= explorer.limit_bytes:
+            better = with_fewer_blocks(explorer.chain, evaluation, explorer.limit_bytes, explorer.recomputations)
+            self.incumbent.replace(better, better.cost(explorer.pricing.objective))
+        return evaluation

@@ -104,6 +104,7 @@ class Evaluation:
     @cached_property
     def _communication_times(self) -> Times:
         """The task times without compute."""
+        all_reduce, update = _gradient_times(self.schedule, [stage.exposed_all_reduce_s for stage in self.stages])
         forward = [sum(layer.forward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
         backward = [sum(layer.backward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
         spec = self.configuration.schedule
@@ -113,7 +114,8 @@ class Evaluation:
             backward=tuple(spec.backward_passes(s) * seconds for s, seconds in enumerate(backward)),
             backward_input=tuple(spec.input_passes(s) * seconds for s, seconds in enumerate(backward)),
             recompute=tuple(seconds if stage.recompute_s else 0.0 for seconds, stage in zip(forward, self.stages)),
-            **_gradient_times(self.schedule, [stage.exposed_all_reduce_s for stage in self.stages]),
+            all_reduce=all_reduce,
+            update=update,
         )
 
     @property
@@ -189,8 +191,8 @@ class Evaluation:
     @property
     def _compute_only_times(self) -> Times:
         """The task times without transfers and all-reduces."""
-        updates = _gradient_times(self.schedule, [stage.update_s for stage in self.stages])
-        return replace(self._times_without_transfers, **updates)
+        all_reduce, update = _gradient_times(self.schedule, [stage.update_s for stage in self.stages])
+        return replace(self._times_without_transfers, all_reduce=all_reduce, update=update)
 
     def _without_rounding(self, seconds: float) -> float:
         """A difference of steps; 0 if it is within the rounding errors of sums of floats."""
@@ -425,27 +427,28 @@ def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary], sched
     The optimizer step of a stage directly follows the reduction of its gradients, beside the passes of other stages of the worker
     (:func:`_gradient_times`).
     """
+    all_reduce, update = _gradient_times(schedule, [stage.exposed_all_reduce_s + stage.update_s for stage in stages])
     return Times.of(
         len(stages),
         forward=[stage.forward_s for stage in stages],
         backward=[stage.backward_s for stage in stages],
         backward_input=[stage.backward_input_s for stage in stages],
         recompute=[stage.recompute_s for stage in stages],
-        **_gradient_times(schedule, [stage.exposed_all_reduce_s + stage.update_s for stage in stages]),
+        all_reduce=all_reduce,
+        update=update,
         transfer=[boundary.forward_s for boundary in boundaries],
         transfer_backward=[boundary.backward_s for boundary in boundaries],
     )
 
 
-def _gradient_times(schedule: Schedule, seconds: Sequence[float]) -> dict[str, tuple[float, ...]]:
-    """The times of the all-reduce and update tasks of stages that need some seconds behind their last backward pass.
+def _gradient_times(schedule: Schedule, seconds: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The times of the all-reduce and of the update task of each stage, if it needs some seconds behind its last backward pass.
 
-    They are those of the all-reduce task, if there is one, and otherwise of the update task at the end of the worker's list: a stage
-    on one device has no all-reduce task, but may exchange the gradients of a weight that it shares with another stage.
+    They are those of the all-reduce task, if there is one, and otherwise of the update task at the end of the worker's list: a
+    stage on one device has no all-reduce task, but may exchange the gradients of a weight that it shares with another stage.
     """
     reduced = {0}  # of a single stage, whose tasks are too many to go through
     if schedule.num_stages > 1:
         reduced = {task.stage for tasks in schedule.workers for task in tasks if task.kind is Kind.ALL_REDUCE}
-    parts = [(value, 0.0) if stage in reduced else (0.0, value) for stage, value in enumerate(seconds)]
-    all_reduce, update = zip(*parts)
-    return {"all_reduce": all_reduce, "update": update}
+    all_reduce = tuple(value if stage in reduced else 0.0 for stage, value in enumerate(seconds))
+    return all_reduce, tuple(0.0 if stage in reduced else value for stage, value in enumerate(seconds))

@@ -578,5 +578,6 @@ class RowSearch:
         for (stage, first, stop, row), (_, next_first, next_stop, next_row) in zip(selection, selection[1:]):
             source = int(self.cut_graph.arcs[stage, first, stop].exit[row])
             target = int(self.cut_graph.arcs[stage + 1, next_first, next_stop].entry[next_row])
-            self.cut_graph.crossing(stage, next_first, source, target)
+            if source >= 0 and target >= 0:  # both rows have layouts
+                self.cut_graph.crossing(stage, next_first, source, target)
         self._failed.clear()

@@ -22,7 +22,8 @@ best plan so far of any setting), reduced by a relative 1e-9.  A setting is *set
 3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.row_search`).
     This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.
 
-The graph of a schedule is replaced by a simpler one, if there is one, until there is a cut that this one does not exclude.
+The graph of a schedule is replaced by a simpler one, if there is one, until there is a cut that this one does not exclude.  In the
+first attempt at a setting redistributions inside units are free; in later ones they count (:mod:`.unit_bounds`).
 
 Heuristics provide incumbents (:mod:`.cut_trials`).  A search that ends undecided can be resumed; it goes on where it was.
 """
@@ -32,6 +33,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -44,7 +46,7 @@ from .cut_regions import Cut, Region, cut_at
 from .cut_times import times_of_cuts
 from .cut_trials import CutTrials
 from .evaluation import Evaluation
-from .explorer import Explorer, Setting
+from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
 from .incumbent import Incumbent
 from .row_search import RowSearch, Selection, TooManyStatesError
 from .setting_bounds import MAX_CUT_ROUNDS, MAX_ROUNDS, RegionBound, SettingBounds, UnsettledError
@@ -57,11 +59,13 @@ _MAX_ESTIMATE_ROUNDS = 8
 #: Largest number of runs of equal units for which the even cut is a good estimate of the best one.
 _MAX_RUNS_OF_EVEN_CUT = 4
 #: Cuts are tried before they are searched only if the step of the best fractional cut is below this part of the threshold: whole
-#: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof, and for steps in
-#: which redistributions inside units count.
+#: units, and rows that fit, take longer.  The second number is for searches whose aim is a plan rather than a proof, and for steps
+#: in which redistributions inside units count.
 _PROMISING, _PROMISING_IF_SHARP = 0.94, 0.98
-#: A cut is tried before its rows are searched only if its bound is below this part of the threshold: the rows settle others sooner.
+#: A cut is tried before its rows are searched only if its bound is below this part of the threshold: rows settle others sooner.
 _WORTH_A_TRIAL = 0.99
+#: Largest number of selections of rows that are found below the threshold because transfers count as the least.
+_MAX_INEXACT_SELECTIONS = 20
 #: Largest number of paths that restrict the rows of a stage.
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
@@ -345,10 +349,7 @@ class SettingSearch:
                 self.bounds.use_whole_schedule()
                 program.add(self._bound_all_cuts().bound)
                 return [region]
-            try:
-                self._settle_cut(cut, cut_bound)
-            except (TooManyError, TooManyStatesError):
-                self._given_up_s = min(self._given_up_s, cut_bound.least_s)
+            self._settle_cut(cut, cut_bound)
         elif math.isfinite(cut_bound.least_s):
             program.add(cut_bound.bound)
             if program.value(-1, cut) >= excluded_s:
@@ -365,32 +366,32 @@ class SettingSearch:
     # ----------------------------------------------------------------------------------------------- phase 3: row by row
 
     def _settle_cut(self, cut: Cut, cut_bound: RegionBound) -> None:
-        """Find the best plan of one cut, if that is below the threshold.
+        """Find the best plan of one cut, if that is below the threshold; give the cut up if it has too many rows.
 
         Raises:
             UnsettledError: The deadline was over.
-            TooManyError: A stage has too many rows.
-            TooManyStatesError: There are too many selections of rows.
         """
         if cut_bound.least_s < _WORTH_A_TRIAL * self.incumbent.threshold:
             self.trials.try_cut(cut, cut_bound.bound.weights)
-        # Without the layouts at the sides of stages there are fewer rows; this settles most cuts.
-        if not self._is_settled_by_rows(cut, cut_bound, has_sides=False):
-            self._is_settled_by_rows(cut, cut_bound, has_sides=True)
+        least_s = cut_bound.least_s
+        with suppress(TooManyError, TooManyStatesError):
+            least_s = max(least_s, self._least_by_rows(cut, cut_bound))
+        if not self._is_settled(least_s):
+            self._given_up_s = min(self._given_up_s, least_s)
 
-    def _is_settled_by_rows(self, cut: Cut, cut_bound: RegionBound, has_sides: bool) -> bool:
-        """Search the rows of a cut's stages.
+    def _least_by_rows(self, cut: Cut, cut_bound: RegionBound) -> float:
+        """Search the rows of a cut's stages for plans below the threshold.
 
-        Rows are loaded stage by stage, first the stage whose seconds count most, until the bounds by rows exclude the cut.
+        Rows are loaded stage by stage, first the stage whose seconds count most, until the bounds by rows exclude the cut.  At
+        first they do not distinguish the layouts at the sides of a stage, so that there are fewer of them, and transfers count as
+        the least.  Where those of a selection take longer, the rows beside the boundary are loaded again with their layouts.
 
         Args:
             cut: The cut.
             cut_bound: The linear bound of this cut alone.
-            has_sides: Whether the rows distinguish the layouts at both sides of a stage.
 
         Returns:
-            Whether the cut is settled.  False if the layouts are needed: the transfers of a selection may take longer than the
-            least.
+            No plan of the cut is below it; infinite if none is below the incumbent.
 
         Raises:
             UnsettledError: The deadline was over.
@@ -411,33 +412,65 @@ class SettingSearch:
         unit_times = times_of_cuts(cut_graph, [cut], cut_bound.vectors)[:, 0]
         work = cut_graph.stage_work(cut_bound.bound.weights, unit_times)
         stages_to_load = np.argsort(-work, kind="stable").tolist()
+        #: The stages whose rows have layouts, or would have too many rows with them.
+        with_layouts: set[int] = set()
+        num_inexact = 0
         while search.prune():
             self._check_time()
             selection = search.find()
             if selection is None:
-                return True
+                break
             # The selection is below the threshold on all bounds.  Refine what is known, in the order of the effort.
             times, is_exact = search.times(selection, unit_times)
             step, path = self.bounds.graph.step(times)
             previous_best_s = self.best_s
-            if step >= self.incumbent.threshold and not search.knows(path):
+            if step >= min(search.threshold, self.incumbent.threshold) and not search.knows(path):
                 self.bounds.add_path(path)
                 search.add(Bound(path))
             elif stages_to_load:
-                self._load_rows(cut_graph, bounds, cut, stages_to_load.pop(0), has_sides)
+                self._load_rows(cut_graph, bounds, cut, stages_to_load.pop(0), has_sides=False)
                 search.update_arcs()
             elif not is_exact:
                 search.price_crossings(selection)
             else:
-                self._evaluate_selection(cut_graph, selection)
-                if not self.best_s < previous_best_s:
-                    # Without the layouts the transfers may take longer than the least.  With them the times were exact, so that
-                    # nothing more can be learnt here.
-                    if has_sides:
-                        raise UnsettledError
-                    return False
-                search.threshold = self.incumbent.exact_threshold
-        return True
+                evaluation = self._evaluate_selection(cut_graph, selection)
+                if self.best_s < previous_best_s:
+                    search.threshold = min(search.threshold, self.incumbent.exact_threshold)
+                    continue
+                beside = self._stages_beside_slow_boundaries(cut_graph, cut, evaluation)
+                if not beside:
+                    raise UnsettledError  # the times were exact, so that nothing more can be learnt here
+                if self._load_layouts(cut_graph, bounds, cut, beside - with_layouts):
+                    search.update_arcs()
+                elif num_inexact < _MAX_INEXACT_SELECTIONS:
+                    num_inexact += 1
+                    search.threshold = min(search.threshold, step) * (1 - RELATIVE_TOLERANCE)
+                else:
+                    return cut_bound.least_s
+                with_layouts |= beside
+        return search.threshold if num_inexact else math.inf
+
+    @staticmethod
+    def _stages_beside_slow_boundaries(cut_graph: CutGraph, cut: Cut, evaluation: Evaluation) -> set[int]:
+        """The stages beside boundaries whose transfers take longer than the least in a plan."""
+        slow = [
+            b
+            for b, ((_, stop), boundary) in enumerate(zip(cut, evaluation.boundaries))
+            if max(boundary.forward_s, boundary.backward_s)
+            > cut_graph.least_transfer(b, stop) * (1 + RELATIVE_TOLERANCE)
+        ]
+        return {stage for b in slow for stage in (b, b + 1)}
+
+    def _load_layouts(self, cut_graph: CutGraph, bounds: Sequence[Bound], cut: Cut, stages: set[int]) -> bool:
+        """Load the rows of stages with the layouts at their sides; return whether there were not too many for one of them."""
+        is_new = False
+        for stage in sorted(stages):
+            try:
+                self._load_rows(cut_graph, bounds, cut, stage, has_sides=True)
+                is_new = True
+            except TooManyError:
+                pass
+        return is_new
 
     def _load_rows(self, cut_graph: CutGraph, bounds: Sequence[Bound], cut: Cut, stage: int, has_sides: bool) -> None:
         """Load the rows of one stage of a cut that can be in a plan below the threshold on all of ``bounds``.
@@ -475,10 +508,10 @@ class SettingSearch:
         threshold = room_s + price * cut_graph.memory_share(stage)
         return RowFilter((forward, backward, recompute, all_reduce, price), threshold)
 
-    def _evaluate_selection(self, cut_graph: CutGraph, selection: Selection) -> None:
+    def _evaluate_selection(self, cut_graph: CutGraph, selection: Selection) -> Evaluation:
         """Evaluate the plan of a selection of rows."""
         stages = [cut_graph.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in selection]
-        self.trials.evaluate([stop - first for _, first, stop, _ in selection], stages)
+        return self.trials.evaluate([stop - first for _, first, stop, _ in selection], stages)
 
     # --------------------------------------------------------------------------------------------------------- incumbents
 

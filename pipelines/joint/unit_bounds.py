@@ -5,6 +5,9 @@ the seconds of the all-reduce of gradients, the bytes of state, and the bytes th
 these.  Let every layer have the option that is cheapest for a weight, and let redistributions be free.  Then the layers of a unit
 sum to a lower bound on the unit's part of any stage, and the units of a stage sum to a lower bound on the stage.
 
+**Tight bounds** also count the redistributions inside a unit, but not those between units.  The least sum is then that of a table
+(:mod:`autoddl.search.fronts`), which takes some ten times as long, and is usually one to three per cent more.
+
 The options of all layers of all kinds of units are columns of one array, so that a few numpy operations minimise over all of them.
 For each micro-batch size only options are kept that no other option of the same layer dominates (is at most as large in every
 component).
@@ -26,8 +29,9 @@ from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import fitting
 from autoddl.search.fronts import TooManyError, VectorTable, least, least_choices, undominated
 
+from .configuration import recomputed_inside
 from .partition import ENTRY, Chain
-from .stage_cost import COMPONENTS, Replicas, StageTables
+from .stage_cost import COMPONENTS, MEMORY, Replicas, StageTables
 
 __all__ = ["ROUNDING", "UnitBounds"]
 
@@ -269,6 +273,51 @@ class UnitBounds:
                 of_kinds[:, :, kind] = table.evaluate(choices)[0].T
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
 
+    def cheapest_ways(
+        self,
+        replicas: Replicas,
+        micro_batch: int,
+        part: int,
+        weights: dict[str, np.ndarray],
+        factors: dict[str, np.ndarray],
+        is_tight: bool,
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what each unit costs at least with any way of recomputation, and how it is run then.
+
+        Args:
+            replicas, micro_batch, part, is_tight: As :meth:`least`.
+            weights: For each way of recomputation weights of the components, shape (rows, components).
+            factors: For each way the factors of the bytes (:data:`.stage_cost.MEMORY`), shape (rows, 3).
+
+        Returns:
+            The costs, shape (rows, units), and the seconds forward, backward, of recomputation and of all-reduce, and the bytes,
+            shape (rows, units, 5); None if every unit has a layer without a strategy.
+        """
+        size = replicas, micro_batch, part
+        rough: dict[str, np.ndarray] = {}
+        for way, rows in weights.items():
+            lowest = self.least(recomputed_inside(way), *size, rows)
+            if lowest is None:
+                return None
+            rough[way] = lowest
+        costs = np.full_like(next(iter(rough.values())), np.inf)
+        ways = np.zeros((*costs.shape, 5))
+        # The ways that seem cheap first: then many others need not be looked at closely.
+        for way in sorted(rough, key=lambda way: float(rough[way].sum())):
+            wanted = np.flatnonzero((rough[way] < costs).any(axis=1))
+            if not len(wanted):
+                continue
+            each = self.least_vectors(recomputed_inside(way), *size, weights[way][wanted], is_tight)
+            assert each is not None
+            value = np.einsum("ruc,rc->ru", each, weights[way][wanted])
+            recompute_s = each[..., 0] if way == "stage" else np.zeros_like(value)
+            nbytes = np.einsum("ruc,rc->ru", each[..., MEMORY], factors[way][wanted])
+            found = np.stack([each[..., 0], each[..., 1], recompute_s, each[..., 2], nbytes], axis=-1)
+            is_less = value < costs[wanted]
+            costs[wanted] = np.where(is_less, value, costs[wanted])
+            ways[wanted] = np.where(is_less[..., None], found, ways[wanted])
+        return costs, ways
+
     def _tables_at(
         self, recompute: str, replicas: Replicas, micro_batch: int, part: int
     ) -> tuple[tuple[int, VectorTable], ...]:
@@ -293,15 +342,13 @@ class UnitBounds:
         if own is None or plain is None or not own.table.edges:
             return None
         # As in :meth:`_collect_options`, the units of a stage do not add up what one block needs at a time.
-        num = len(COMPONENTS)
-        sums = tuple(
-            np.column_stack([with_recomputation[:, :3], without[:, 3], with_recomputation[:, 4], np.zeros(len(without))])
-            for with_recomputation, without in zip(own.table.sums, plain.table.sums)
-        )
-        assert sums[0].shape[1] == num
+        state, recomputed = COMPONENTS.index("state"), COMPONENTS.index("recomputed")
+        sums = tuple(one[:, : len(COMPONENTS)].copy() for one in own.table.sums)
+        for one, without in zip(sums, plain.table.sums):
+            one[:, state], one[:, recomputed] = without[:, state], 0.0
         table = VectorTable(sums, tuple(np.zeros(len(one)) for one in sums), own.table.edges)
         try:
-            table.steps
+            least(table, np.zeros((1, len(COMPONENTS))))
         except TooManyError:
             return None
         return table

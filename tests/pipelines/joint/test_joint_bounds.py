@@ -356,9 +356,10 @@ def test_pipelines_get_the_micro_batches_of_the_generated_schedule() -> None:
                 assert done == list(micro_batches_per_pipeline(depth, count, spec.num_pipelines)), spec
 
 
+@pytest.mark.parametrize("is_tight", (False, True))
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
+def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(is_tight: bool, seed: int) -> None:
     """For a bound with several prices of memory and all ways of recomputation, where each worker has one stage."""
     dice = np.random.default_rng(seed)
     chain, cluster = chain_of(gpt(Transformer("small", 4, 64, 4, 8, 128))), load_cluster("dgx-a100").resized(1, 4)
@@ -378,6 +379,7 @@ def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
     assume(np.isfinite(max(least_bytes)))
     explorer.limit_bytes = max(least_bytes) * float(dice.uniform(1.0, 3.0))
     graph = CutGraph(explorer, setting, explorer.recomputations, demand)
+    graph.is_tight = is_tight
     weights = dice.exponential(1.0, graph.terms.count)
     price = dice.exponential(1.0, graph.num_stages) / graph.limit_bytes
     bound = Bound(weights, tuple(part * price for part in (0.0, *MEMORY_PRICES)))

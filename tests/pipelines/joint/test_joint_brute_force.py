@@ -164,7 +164,7 @@ def test_programs_take_as_long_as_simulated(dice: random.Random) -> None:
         tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or again[task.stage])
         for tasks in schedule.workers
     )
-    # A stage is reduced and updated by one task: the all-reduce, if it has one (:func:`autoddl.pipelines.joint.evaluation.times_of`).
+    # One task reduces and updates a stage: the all-reduce, if it has one (:func:`autoddl.pipelines.joint.evaluation.times_of`).
     reduced = {task.stage for tasks in workers for task in tasks if task.kind is Kind.ALL_REDUCE}
     is_reduced = np.array([[stage in reduced] for stage in stages])
     both = all_reduce + update
