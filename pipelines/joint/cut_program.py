@@ -208,9 +208,9 @@ class CutProgram:
     def _memory_rows(self) -> np.ndarray:
         """Coefficients of n in the least bytes on each worker, in memory limits; workers of equal stages count once."""
         stages_of_workers = sorted({tuple(stage for _, stage in held) for held in self.cut_graph.demand.homes})
-        least = self.cut_graph.cheapest_units(np.zeros(self.cut_graph.terms.count), np.ones(self.stages))
+        least = self.cut_graph.least_of_units(np.zeros(self.cut_graph.terms.count), np.ones(self.stages))
         assert least is not None
-        nbytes = least[0][:, self.first]
+        nbytes = least[:, self.first]
         rows = np.zeros((len(stages_of_workers), *nbytes.shape))
         for row, stages in zip(rows, stages_of_workers):
             for stage in stages:

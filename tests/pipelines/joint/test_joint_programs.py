@@ -124,7 +124,7 @@ def test_the_best_cut_by_all_bounds(
         num_units=units,
         terms=terms,
         runs=runs_of(kinds, crossing),
-        cheapest_units=lambda path, price: (values.get(path.tobytes(), np.ones((stages, units))), None),
+        least_of_units=lambda path, price: values.get(path.tobytes(), np.ones((stages, units))),
         demand=SimpleNamespace(homes=[((0, stage),) for stage in range(stages)]),
         limit_bytes=units,
         price_of_limits=lambda price: float(price.sum()),
