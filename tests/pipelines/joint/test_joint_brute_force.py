@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.joint import JointOptions
+from autoddl.pipelines.joint import JointOptions, search
 from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.joint.setting_bounds import SettingBounds
 from autoddl.pipelines.schedule import Kind
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
@@ -94,6 +95,18 @@ def test_joint_plan_is_the_best_of_all_configurations(kind: str) -> None:
         judge(solved(dice, kind))
 
     check()
+
+
+@pytest.mark.parametrize("kind", ("limited", "transformers", "unequal workers"))
+def test_joint_plan_is_the_best_if_attempts_are_resumed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First attempts end at once, and later ones count redistributions inside units."""
+    monkeypatch.setattr(search, "_ATTEMPTS_S", (0.0, 0.0, 1e9))
+    tightened: list[SettingBounds] = []
+    tighten = SettingBounds.tighten
+    monkeypatch.setattr(SettingBounds, "tighten", lambda bounds: (tightened.append(bounds), tighten(bounds)))
+    for seed in range(8):
+        judge(solved(random.Random(seed), kind))
+    assert tightened
 
 
 def test_overlapped_gradients_against_all_configurations() -> None:
