@@ -426,7 +426,8 @@ class SettingSearch:
             previous_best_s = self.best_s
             if step >= min(search.threshold, self.incumbent.threshold) and not search.knows(path):
                 self.bounds.add_path(path)
-                search.add(Bound(path))
+                bounds.append(Bound(path))
+                search.add(bounds[-1])
             elif stages_to_load:
                 self._load_rows(cut_graph, bounds, cut, stages_to_load.pop(0), has_sides=False)
                 search.update_arcs()
