@@ -47,7 +47,7 @@ __all__ = ["Explored", "Search", "explore", "improve_near"]
 #: Seconds of processor time of the first, second, ... attempt at one setting.
 _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: An attempt looks at its time slice between its steps, so that what it knows by then is kept.  A step that takes longer is ended
-#: this many seconds after the slice.
+#: this many seconds after the slice, or half of the slice if that is longer.
 _LONGEST_STEP_S = 1.0
 #: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
 _MAX_EARLY_ATTEMPTS = 2
@@ -429,7 +429,7 @@ class Search:
         )
         entry.num_attempts += 1
         try:
-            with self.explorer.stop.until(_time_slice(self._end, time_s + _LONGEST_STEP_S)):
+            with self.explorer.stop.until(_time_slice(self._end, time_s + max(_LONGEST_STEP_S, time_s / 2))):
                 if resumed is None:
                     setting_search.run()
                 else:

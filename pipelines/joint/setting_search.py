@@ -64,6 +64,8 @@ _MAX_RUNS_OF_EVEN_CUT = 4
 _PROMISING, _PROMISING_IF_SHARP = 0.94, 0.98
 #: A cut is tried before its rows are searched only if its bound is below this part of the threshold: rows settle others sooner.
 _WORTH_A_TRIAL = 0.99
+#: Least seconds of the integer program of rows, if the time is nearly over.
+_LEAST_PROGRAM_S = 1.0
 #: Largest number of selections of rows that are found below the threshold because transfers count as the least.
 _MAX_INEXACT_SELECTIONS = 20
 #: Largest number of paths that restrict the rows of a stage.
@@ -393,8 +395,11 @@ class SettingSearch:
         Returns:
             No plan of the cut is below it; infinite if none is below the incumbent.
 
+        The rows of a cut are not known when the search is resumed, so that a deadline does not end this.
+
         Raises:
-            UnsettledError: The deadline was over.
+            StopRequestedError: A stop was requested.
+            UnsettledError: The best selection is no better than the incumbent, or the solver found none in its time.
             TooManyError: A stage has too many rows.
             TooManyStatesError: There are too many selections of rows.
         """
@@ -404,8 +409,8 @@ class SettingSearch:
             cut_graph,
             Region.of_cut(cut),
             self.incumbent.exact_threshold,
-            self._check_time,
-            lambda: self.deadline.left_s,
+            self.explorer.stop.check,
+            lambda: max(self.deadline.left_s, _LEAST_PROGRAM_S),
         )
         for bound in bounds:
             search.add(bound)
@@ -416,7 +421,7 @@ class SettingSearch:
         with_layouts: set[int] = set()
         num_inexact = 0
         while search.prune():
-            self._check_time()
+            self.explorer.stop.check()
             selection = search.find()
             if selection is None:
                 break
@@ -478,7 +483,7 @@ class SettingSearch:
 
         Raises:
             TooManyError: The stage has too many rows.
-            UnsettledError: The deadline was over.
+            StopRequestedError: A stop was requested.
         """
         first, stop = cut[stage]
         wanted = []
@@ -487,7 +492,7 @@ class SettingSearch:
             wanted.append(
                 self._row_filter(cut_graph, bound, stage, stop, self.incumbent.threshold - (sum(costs) - costs[stage]))
             )
-        self._check_time()
+        self.explorer.stop.check()
         cut_graph.load_rows(stage, first, stop, wanted, has_sides)
 
     def _row_filter(self, cut_graph: CutGraph, bound: Bound, stage: int, stop: int, room_s: float) -> RowFilter:
