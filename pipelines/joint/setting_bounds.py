@@ -134,9 +134,7 @@ class SettingBounds:
     def tighten(self) -> None:
         """Let redistributions inside units count from now on."""
         self.cut_graph.is_tight = True
-        self.relaxation.drop_columns()
-        self.even_times = None
-        self._add_first_columns()
+        self._set_first_columns()
 
     # ------------------------------------------------------------------------------------------------- paths and columns
 
@@ -150,14 +148,17 @@ class SettingBounds:
         spec = self.setting.schedule
         for path in (balanced, *(worker_paths(spec) if spec.synchronous else worker_loads(spec))):
             self.add_path(path, is_from_schedule=True)
-        return self._add_first_columns()
+        return self._set_first_columns()
 
-    def _add_first_columns(self) -> bool:
+    def _set_first_columns(self) -> bool:
+        """Replace all columns by the first ones; return whether every unit can be run."""
         weights = np.maximum(balance_weights(self.setting.schedule, self.setting.widths), 1e-3)
         prices = self.cut_graph.price_grid(weights, self.approximate_step_s())
         cheapest = self.cut_graph.cheapest_units(weights, np.stack([*prices, 1e6 * prices[-1]]))
         if cheapest is None:
             return False
+        self.relaxation.drop_columns()
+        self.even_times = None
         for vectors in cheapest[1]:
             self.relaxation.add_columns(vectors[:, self.relaxation.first])
             times, fits = times_of_even_cut(self.cut_graph, vectors)

@@ -159,9 +159,9 @@ class SettingSearch:
         self._set_deadline(deadline)
         if self._is_possible and not self.cut_graph.is_tight:
             # It is worth the effort now.  What is known of cuts is found again, better.
-            self.bounds.tighten()
             self._all_cuts = self._program = None
             self._regions, self._given_up_s = [], math.inf
+            self.bounds.tighten()
         self.run()
 
     def run(self) -> None:
@@ -388,14 +388,14 @@ class SettingSearch:
         first they do not distinguish the layouts at the sides of a stage, so that there are fewer of them, and transfers count as
         the least.  Where those of a selection take longer, the rows beside the boundary are loaded again with their layouts.
 
+        What is known of rows is lost when the search is resumed, so that a deadline does not end this.
+
         Args:
             cut: The cut.
             cut_bound: The linear bound of this cut alone.
 
         Returns:
             No plan of the cut is below it; infinite if none is below the incumbent.
-
-        The rows of a cut are not known when the search is resumed, so that a deadline does not end this.
 
         Raises:
             StopRequestedError: A stop was requested.
