@@ -36,6 +36,7 @@ from .cut_regions import impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
+from .shared_weights import exchange_of
 from .space import SOME_BLOCKS, recomputations_of_stage, ways_of_arcs, ways_of_units
 from .stage_cost import COMPONENTS
 from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
@@ -220,6 +221,23 @@ class CutGraph:
             begin = end
         return np.concatenate(entry), np.concatenate(exit_)
 
+    @cached_property
+    def exchange(self) -> tuple[float, float]:
+        """Seconds to exchange gradients of shared weights, in any case and for each byte (:func:`.shared_weights.exchange_of`)."""
+        return exchange_of(self)
+
+    @cached_property
+    def fixed_times(self) -> np.ndarray:
+        """Least seconds of every term beside what units and transfers take: to exchange gradients of shared weights."""
+        times = np.zeros(self.terms.count)
+        times[self.terms.all_reduce][[0, -1]] = self.exchange[0]
+        return times
+
+    def fixed_seconds(self, weights: np.ndarray) -> float:
+        """What :attr:`fixed_times` add to a bound with some weights of the terms."""
+        ends = weights[self.terms.all_reduce][[0, -1]]
+        return float(weights @ self.fixed_times) if ends.any() else 0.0
+
     # ------------------------------------------------------------------------------------------- bounds of arcs by units
 
     def _vector_weights(self, weights: np.ndarray, recompute: str, price: np.ndarray) -> np.ndarray:
@@ -271,23 +289,25 @@ class CutGraph:
         unit_price = step_s / self.limit_bytes * busy / (busy.mean() or 1.0)
         return (0.0 * unit_price, *(part * unit_price for part in MEMORY_PRICES))
 
-    def _least_of_units(self, recompute: str, vector_weights: np.ndarray) -> np.ndarray | None:
+    def _least_of_units(self, recompute: str, vector_weights: np.ndarray, exchanges: bool = True) -> np.ndarray | None:
         """Return the least weighted sum of each unit at each stage.
 
         Args:
             recompute: Way of recomputation of :func:`.space.ways_of_arcs`.
             vector_weights: Shape (..., stages, components).
+            exchanges: Whether the gradients of shared weights are exchanged.
 
         Returns:
             Shape (..., stages, units); None if some layer has no strategy.
         """
         least = np.empty((*vector_weights.shape[:-1], self.num_units))
+        byte_s = self.exchange[1] if exchanges else 0.0
         for (number, passes), stages in self._equal_stages.items():
             own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
             rows = own.reshape(-1, own.shape[-1])
             ways = ("none", "blocks") if recompute == SOME_BLOCKS else (recomputed_inside(recompute),)
             by_way = [
-                units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows, self.is_tight)
+                units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows, self.is_tight, byte_s)
                 for way in ways
             ]
             values = [value for value in by_way if value is not None]
@@ -322,6 +342,7 @@ class CutGraph:
                 return np.inf
             least = np.minimum(least, values)
         constants = prices * float((self.limit_bytes / self._stages_on_worker).sum())
+        constants -= self.fixed_seconds(bound.weights)
         return max(0.0, float((least_over_cuts(least, crossing * self._transfers) - constants).max()))
 
     def _entering_bytes(self, stage: int) -> np.ndarray:
@@ -362,7 +383,7 @@ class CutGraph:
     ) -> list[np.ndarray] | None:
         """Return what every arc costs with one way of recomputation, at the vector of prices at which it costs the most.
 
-        Transfers are left out.  Costs are negative for stages that need less than their share of memory.
+        Transfers and exchanges are left out.  Costs are negative for stages that need less than their share of memory.
 
         Returns:
             Per stage an array of shape (units + 1, units + 1); None if some layer has no strategy.
@@ -370,7 +391,8 @@ class CutGraph:
         size = self.num_units + 1
         dearest = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
         for price in prices:
-            least = self._least_of_units(recompute, self._vector_weights(weights, recompute, price))
+            vector_weights = self._vector_weights(weights, recompute, price)
+            least = self._least_of_units(recompute, vector_weights, exchanges=False)
             if least is None:
                 return None
             sums = np.zeros((self.num_stages, size))
@@ -419,14 +441,14 @@ class CutGraph:
             shape = price[..., stages].shape
             rows = {way: each[..., stages, :].reshape(-1, each.shape[-1]) for way, each in weights_of_ways.items()}
             of_stage = np.broadcast_to(np.arange(self.num_stages)[stages], shape).ravel()
+            ones = np.ones(self.num_stages)
             factors = {
-                way: np.column_stack([self._state_factors, self._kept_in_flight(way), np.ones(self.num_stages)])[
-                    of_stage
-                ]
-                for way in rows
+                way: np.column_stack([self._state_factors, self._kept_in_flight(way), ones])[of_stage] for way in rows
             }
             size = passes.replicas, passes.micro_batch, passes.smallest_pass
-            found = self.stage_searches[number].unit_bounds.cheapest_ways(*size, rows, factors, self.is_tight)
+            found = self.stage_searches[number].unit_bounds.cheapest_ways(
+                *size, rows, factors, self.is_tight, self.exchange[1]
+            )
             if found is None:
                 return None
             costs[..., stages, :] = found[0].reshape(*shape, self.num_units)
@@ -481,8 +503,8 @@ class CutGraph:
         terms = self.terms
         weights = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
         crossing, constant = self.runs.transfer_coefficients(weights)
-        prices = sum(self.price_of_limits(price) for price in bound.prices)
-        return of_units[:, self.runs.first] + crossing, float(constant) - prices
+        fixed = self.fixed_seconds(bound.weights) - sum(self.price_of_limits(price) for price in bound.prices)
+        return of_units[:, self.runs.first] + crossing, float(constant) + fixed
 
     def memory_share(self, stage: int) -> float:
         """Return a stage's share of the memory limit [bytes], if all stages of its worker have equal shares."""
@@ -499,7 +521,8 @@ class CutGraph:
         after = self.crossing_costs(bound.weights)
         for boundary, (first, last) in enumerate(ranges):
             after[boundary, :first] = after[boundary, last + 1 :] = np.inf
-        return float(least_over_cuts(of_units, after)) - sum(self.price_of_limits(price) for price in bound.prices)
+        fixed = self.fixed_seconds(bound.weights) - sum(self.price_of_limits(price) for price in bound.prices)
+        return float(least_over_cuts(of_units, after)) + fixed
 
     # --------------------------------------------------------------------------------------------- bounds of arcs by rows
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,6 +67,7 @@ def fitting_rows(
             if row is None:
                 return None
             candidates[stage] = concatenated_fronts([candidates[stage], row])
+    candidates = [_with_exchange(cut_graph, rows) for rows in candidates]
     selection = _RowSelection(cut_graph, cut, candidates, weights)
     if not selection.fit():
         return None
@@ -76,6 +78,16 @@ def fitting_rows(
         selection.solve(*together)
         times = selection.times()
     return [rows.only(np.array([row])) for rows, row in zip(candidates, selection.rows)], times
+
+
+def _with_exchange(cut_graph: CutGraph, rows: StageFront) -> StageFront:
+    """Return rows whose all-reduce includes the exchange of the gradients of weights that the stage shares with another one."""
+    if not rows.shared.shape[1]:
+        return rows
+    latency_s, byte_s = cut_graph.exchange
+    times = rows.times.copy()
+    times[:, 3] += latency_s + byte_s * rows.shared.sum(axis=1)
+    return replace(rows, times=times)
 
 
 def _cheapest_row(
@@ -132,7 +144,8 @@ def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: floa
         )
         cut_graph.explorer.stop.check()
         ways = _ways_of(cut_graph, stage, first, stop)
-        hulls = [search.hull(first, stop, recompute, passes, demand, priced) for recompute in ways]
+        byte_s = cut_graph.exchange[1]
+        hulls = [search.hull(first, stop, recompute, passes, demand, priced, byte_s) for recompute in ways]
         parts = [rows for rows in hulls if rows is not None]
         if not parts:
             return None

@@ -12,7 +12,8 @@ With the step theta, the program is
         sum over the columns of stages 0 to b of x(c)  within its range                 for every boundary b
         sum over the columns of w's stages of m(c) x(c)  <=  limit                      for every worker w           price on w
 
-The transfers over a boundary are the linear lower bounds of :class:`.unit_runs.UnitRuns`.
+The transfers over a boundary are the linear lower bounds of :class:`.unit_runs.UnitRuns`.  A path also takes fixed seconds of terms
+(:attr:`.cut_graph.CutGraph.fixed_times`), which are constants of its row.
 
 Paths and columns are generated as they are needed.  The longest path of the schedule at the best x becomes a new row (Kelley's
 cutting planes).  The cheapest way to run a unit at the dual values becomes a new column, if its reduced cost is negative.
@@ -70,13 +71,17 @@ class Relaxation:
         runs: The runs of equal units, with their transfers.
         homes: Per worker its stages.
         limit_bytes: Memory limit of a device [bytes].
+        fixed_times: Seconds of every term beside what units and transfers take, in the order of
+            :class:`autoddl.pipelines.stepgraph.Terms`.
     """
 
-    def __init__(self, runs: UnitRuns, homes: Sequence[Sequence[int]], limit_bytes: float):
+    def __init__(
+        self, runs: UnitRuns, homes: Sequence[Sequence[int]], limit_bytes: float, fixed_times: np.ndarray | float = 0.0
+    ):
         self.num_stages, self.num_units = len(runs.base) + 1, int(runs.sizes.sum())
         self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
         self.terms = Terms(self.num_stages)
-        self.limit_bytes = limit_bytes
+        self.limit_bytes, self.fixed_times = limit_bytes, fixed_times
         stage_sets = sorted({tuple(sorted(stages)) for stages in homes})
         #: How often a worker holds each stage; workers of equal stages count once.  Shape (workers, stages).
         self._holds = np.zeros((len(stage_sets), self.num_stages))
@@ -241,7 +246,8 @@ class Relaxation:
         of_columns = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])
         of_boundaries = self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]
         crossing, constants = self.runs.transfer_coefficients(of_boundaries)
-        return of_columns + crossing[:, self._stage, self._run], crossing, constants
+        fixed = (self._paths * self.fixed_times).sum(axis=1)
+        return of_columns + crossing[:, self._stage, self._run], crossing, constants + fixed
 
     def reduced_costs(self, costs: np.ndarray) -> np.ndarray:
         """Return the reduced costs of ways to run units at the latest solution; a negative one shortens the step.
@@ -265,4 +271,4 @@ class Relaxation:
         before = np.cumsum(units, axis=0)[:-1]
         crossing = self.runs.base + (self.runs.slopes * before).sum(axis=1)
         times[terms.transfer_forward] = times[terms.transfer_backward] = np.maximum(crossing, 0.0)
-        return times
+        return np.asarray(times + self.fixed_times)

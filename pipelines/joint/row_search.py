@@ -31,18 +31,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-
-from autoddl.costmodel.cluster import Link
-from autoddl.costmodel.collectives import Collective, Step
-from autoddl.costmodel.distribution import Axis
 
 from .cut_graph import Bound, CutGraph
 from .cut_regions import Region
 from .row_states import Extensions, FailedStates, States, groups_of
 from .selection_program import Crossing, SelectionProgram, SharedSeconds
+from .shared_weights import SharedWeight, TiesError, shared_weights
 
 __all__ = ["RowSearch", "Selection", "TooManyStatesError"]
 
@@ -61,20 +57,6 @@ Selection = list[tuple[int, int, int, int]]
 
 class TooManyStatesError(Exception):
     """The search has too many states, or does not support the model's shared weights."""
-
-
-@dataclass(frozen=True)
-class _SharedWeight:
-    """A weight that two stages of different workers hold.
-
-    Attributes:
-        early, late: The (stage, index among the shared weights of the stage) of the earlier and of the later stage.
-        link: The link between the two workers.
-    """
-
-    early: tuple[int, int]
-    late: tuple[int, int]
-    link: Link
 
 
 class RowSearch:
@@ -114,7 +96,10 @@ class RowSearch:
         self._num_visited = 0
         self._extensions: dict[tuple[int, int], Extensions] = {}
         self._failed: dict[tuple[int, int, int], FailedStates] = {}
-        self._shared = self._shared_weights()
+        try:
+            self._shared = shared_weights(cut_graph)
+        except TiesError as error:
+            raise TooManyStatesError from error
         #: The workers that hold several stages; others need no column, because the rows of their stage are within the limit.
         homes = cut_graph.demand.homes
         self._workers = [worker for worker, held in enumerate(homes) if len(held) > 1]
@@ -158,10 +143,10 @@ class RowSearch:
             self._num_pruned, self._pruned_threshold = 0, self.threshold
             self._failed.clear()
         # Only new bounds exclude arcs.  Older bounds, which might then exclude more, are applied again at the next threshold.
-        for costs in self._costs[self._num_pruned :]:
+        for bound, costs in zip(self.bounds[self._num_pruned :], self._costs[self._num_pruned :]):
             before, behind = self._least_before(costs), self._least_behind(costs)
             through = before[:, :, None] + costs + behind[1:, None, :]
-            self._allowed &= through < self.threshold
+            self._allowed &= through < self.threshold - self.cut_graph.fixed_seconds(bound.weights)
             if not self._allowed.any(axis=(1, 2)).all():
                 return False
         if self._num_pruned < len(self._costs):
@@ -283,10 +268,10 @@ class RowSearch:
             ]
         return crossings
 
-    def _shared_of_rows(self, weight: _SharedWeight, ends: Sequence[int]) -> SharedSeconds:
+    def _shared_of_rows(self, weight: SharedWeight, ends: Sequence[int]) -> SharedSeconds:
         """Return the all-reduce of a shared weight for the rows of a cut; ``ends`` as :meth:`_selection_program`."""
         of_rows = {
-            stage: self._shared_seconds(weight, self._extensions_from(stage, ends[stage]).shared[:, number])
+            stage: weight.seconds(self._extensions_from(stage, ends[stage]).shared[:, number])
             for stage, number in (weight.early, weight.late)
         }
         return SharedSeconds(of_rows, np.array([self._shared_count(weight, bound) for bound in self.bounds]))
@@ -472,28 +457,6 @@ class RowSearch:
 
     # ----------------------------------------------------------------------------------------------------- shared weights
 
-    def _shared_weights(self) -> tuple[_SharedWeight, ...]:
-        """Return the weights that stages of different workers share.
-
-        Only weights of the first and the last unit (tied embeddings of transformers) are supported: their stages are known without
-        the cut.
-        """
-        chain, setting = self.cut_graph.explorer.chain, self.cut_graph.setting
-        if not chain.shares_weights:
-            return ()
-        weights: list[_SharedWeight] = []
-        last = self.cut_graph.num_stages - 1
-        placement = self.cut_graph.placement[0]
-        for first_unit, last_unit in chain.ends_of_ties():
-            if (first_unit, last_unit) != (0, chain.num_units - 1):
-                raise TooManyStatesError
-            workers = placement[0], placement[last]
-            if workers[0] != workers[1]:
-                link = setting.mesh.link_between(self.cut_graph.explorer.cluster, workers)
-                number = len(weights)
-                weights.append(_SharedWeight((0, number), (last, number), link))
-        return tuple(weights)
-
     def _add_shared_weights(self, stage: int, extensions: Extensions, extension: np.ndarray, sums: np.ndarray) -> None:
         """Update the sums of extended states for the shared weights of a stage.
 
@@ -509,25 +472,16 @@ class RowSearch:
                 self._add_shared_all_reduce(weight, np.maximum(sums[:, column], late_bytes), sums)
                 sums[:, column] = 0.0
 
-    def _add_shared_all_reduce(self, weight: _SharedWeight, nbytes: np.ndarray, sums: np.ndarray) -> None:
+    def _add_shared_all_reduce(self, weight: SharedWeight, nbytes: np.ndarray, sums: np.ndarray) -> None:
         """Add the all-reduce of a shared weight at both of its stages to the sums of every bound."""
-        seconds = self._shared_seconds(weight, nbytes)
+        seconds = weight.seconds(nbytes)
         for number, bound in enumerate(self.bounds):
             sums[:, number] += self._shared_count(weight, bound) * seconds
 
-    def _shared_count(self, weight: _SharedWeight, bound: Bound) -> float:
+    def _shared_count(self, weight: SharedWeight, bound: Bound) -> float:
         """Return how often the all-reduce of a shared weight counts in a bound: once for each of its stages."""
         weights = bound.weights[self.cut_graph.terms.all_reduce]
         return float(weights[weight.early[0]] + weights[weight.late[0]])
-
-    def _shared_seconds(self, weight: _SharedWeight, nbytes: np.ndarray) -> np.ndarray:
-        """Return the least seconds that no backward pass hides of the all-reduce between the two workers of a shared weight, for
-        each number of bytes."""
-        times, part = {}, self.cut_graph.explorer.workload.exposed_gradient_part
-        for value in np.unique(nbytes).tolist():
-            step = Step(Collective.ALL_REDUCE, Axis(2, 1), value)
-            times[value] = part * weight.link.time(step)
-        return np.array([times[value] for value in nbytes.tolist()])
 
     # ------------------------------------------------------------------------------------------------ times of a selection
 
@@ -568,7 +522,7 @@ class RowSearch:
             previous_exit = exit_
         for weight in self._shared:
             nbytes = max(shared.get(end, 0.0) for end in (weight.early, weight.late))
-            seconds = float(self._shared_seconds(weight, np.array([nbytes]))[0]) if nbytes else 0.0
+            seconds = float(weight.seconds(np.array([nbytes]))[0]) if nbytes else 0.0
             for stage, _ in (weight.early, weight.late):
                 times[terms.all_reduce.start + stage] += seconds
         return times, is_exact

@@ -107,7 +107,9 @@ class SettingBounds:
         self.schedule_graph = simpler or explorer.schedule_graph(setting)
         self.cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
         stages_of_workers = [[stage for _, stage in held] for held in demand.homes]
-        self.relaxation = Relaxation(self.cut_graph.runs, stages_of_workers, self.cut_graph.limit_bytes)
+        self.relaxation = Relaxation(
+            self.cut_graph.runs, stages_of_workers, self.cut_graph.limit_bytes, self.cut_graph.fixed_times
+        )
         self.even_times: np.ndarray | None = None
         self.deadline, self.is_quick = Deadline(), False
 
@@ -163,7 +165,7 @@ class SettingBounds:
             self.relaxation.add_columns(vectors[:, self.relaxation.first])
             times, fits = times_of_even_cut(self.cut_graph, vectors)
             if self.even_times is None and fits:
-                self.even_times = times
+                self.even_times = times + self.cut_graph.fixed_times
         return True
 
     def approximate_step_s(self) -> float:
@@ -318,4 +320,4 @@ class SettingBounds:
         weights, (price,) = region_bound.bound.weights, region_bound.bound.prices
         prices = (*self.cut_graph.price_grid(weights, self.approximate_step_s()), price / 2, price, 2 * price)
         least_s, _ = cheapest_cut(region.restrict(self.cut_graph.arc_costs(Bound(weights, prices))))
-        return replace(region_bound, least_s=max(region_bound.least_s, least_s))
+        return replace(region_bound, least_s=max(region_bound.least_s, least_s + self.cut_graph.fixed_seconds(weights)))

@@ -489,9 +489,8 @@ class SettingSearch:
         wanted = []
         for bound in bounds:
             costs = [float(cost[ends]) for cost, ends in zip(cut_graph.arc_costs(bound), cut)]
-            wanted.append(
-                self._row_filter(cut_graph, bound, stage, stop, self.incumbent.threshold - (sum(costs) - costs[stage]))
-            )
+            others_s = sum(costs) - costs[stage] + cut_graph.fixed_seconds(bound.weights)
+            wanted.append(self._row_filter(cut_graph, bound, stage, stop, self.incumbent.threshold - others_s))
         self.explorer.stop.check()
         cut_graph.load_rows(stage, first, stop, wanted, has_sides)
 

@@ -242,11 +242,11 @@ class StageTables:
         exposed = self.workload.exposed_gradient_part
         once = tuple(exposed * reduce_s + update_s for reduce_s, update_s in zip(gradient, phases.update))
         components = zip(phases.forward, phases.backward, once, phases.state, phases.kept, phases.recomputed)
-        shared_bytes = [self._shared_bytes(stage, variable) for variable in phases.variables]
+        shared = [self.shared_bytes(stage, variable) for variable in phases.variables]
         factors = [0.0 if variable.layers == (ENTRY,) else 1.0 for variable in phases.variables]
         sums = tuple(
-            factor * np.column_stack([*columns, *shared])
-            for factor, columns, shared in zip(factors, components, shared_bytes)
+            factor * np.column_stack([*columns, *nbytes])
+            for factor, columns, nbytes in zip(factors, components, shared)
         )
         buffers = tuple(factor * buffer for factor, buffer in zip(factors, phases.buffer))
         edges = tuple(VectorEdge(e.source, e.target, ((0, e.forward), (1, e.backward))) for e in phases.edges)
@@ -267,7 +267,7 @@ class StageTables:
             phases.variables[exit_].option_set.layouts[0],
         )
 
-    def _shared_bytes(self, stage: StageGraph, variable: Variable) -> list[np.ndarray]:
+    def shared_bytes(self, stage: StageGraph, variable: Variable) -> list[np.ndarray]:
         """For each weight that the stage shares with another one, the gradient bytes that a device exchanges for every option of a
         variable; 0 if the weight belongs to another variable."""
         columns, has_shards = [], self.workload.exchanges_shards

@@ -323,7 +323,14 @@ class StageSearch:
         return None
 
     def hull(
-        self, first: int, stop: int, recompute: str, passes: Passes, demand: StageDemand, weights: np.ndarray
+        self,
+        first: int,
+        stop: int,
+        recompute: str,
+        passes: Passes,
+        demand: StageDemand,
+        weights: np.ndarray,
+        byte_s: float = 0.0,
     ) -> StageFront | None:
         """For each of several weightings, the row of the least weighted sum, whatever its memory.
 
@@ -331,6 +338,7 @@ class StageSearch:
             first, stop, recompute, passes, demand: As described in the class's docstring.
             weights: Weights of the seconds forward, backward, of recomputation and of the gradient all-reduce, and of resident
                 bytes; shape (weightings, 5).
+            byte_s: Seconds to all-reduce a byte of the gradient of a weight that another stage holds, too.
 
         Returns:
             The different rows; None if there is no row, or if the search is too large.
@@ -339,19 +347,26 @@ class StageSearch:
         if stage_table is None:
             return None
         counts, constant = self.memory_of(first, stop, recompute, passes, demand)
-        key = (id(stage_table), recompute, constant, *counts.tolist(), weights.tobytes())
+        key = (id(stage_table), recompute, constant, *counts.tolist(), weights.tobytes(), byte_s)
         if key not in self._hulls:
-            self._hulls[key] = self._hull(stage_table, recompute, counts, constant, weights)
+            self._hulls[key] = self._hull(stage_table, recompute, counts, constant, weights, byte_s)
         return self._hulls[key]
 
     def _hull(
-        self, stage_table: StageTable, recompute: str, counts: np.ndarray, constant: float, weights: np.ndarray
+        self,
+        stage_table: StageTable,
+        recompute: str,
+        counts: np.ndarray,
+        constant: float,
+        weights: np.ndarray,
+        byte_s: float,
     ) -> StageFront | None:
         recompute_weights = weights[:, 2:3] if recompute == "stage" else 0.0
         table_weights = np.zeros((len(weights), stage_table.table.num_components))
         table_weights[:, : MEMORY.stop] = np.hstack(
             [weights[:, :1] + recompute_weights, weights[:, [1, 3]], weights[:, 4:] * counts]
         )
+        table_weights[:, MEMORY.stop :] = byte_s * weights[:, 3:4]
         try:
             choices = self._least_choices(stage_table, table_weights)
         except TooManyError:

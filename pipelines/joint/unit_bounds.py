@@ -37,6 +37,11 @@ __all__ = ["ROUNDING", "UnitBounds"]
 
 #: Factor that lowers a bound by more than a sum of floats changes with the order of its terms.
 ROUNDING = 1 - 1e-9
+#: The components of an option: those of a stage, and the bytes of gradients that a device exchanges with another stage, which holds
+#: the same weight.
+_NUM_COMPONENTS = len(COMPONENTS) + 1
+#: The component that the seconds of the exchange are a part of.
+_GRADIENT = COMPONENTS.index("gradient")
 #: Factor by which a layer without a strategy is dearer than the dearest option of any layer.
 _PENALTY = 1000.0
 
@@ -166,8 +171,8 @@ class UnitBounds:
             book = self.book(unit, recompute, replicas.runs_whole_passes)
             plain_book = self.book(unit, "none", replicas.runs_whole_passes)
             if book is None or plain_book is None:
-                fixed.append(np.zeros((len(COMPONENTS), 0)))
-                slope.append(np.zeros((len(COMPONENTS), 0)))
+                fixed.append(np.zeros((_NUM_COMPONENTS, 0)))
+                slope.append(np.zeros((_NUM_COMPONENTS, 0)))
                 slices.append(np.zeros((3, 0), dtype=np.int64))
                 continue
             stage = self.tables.graph(unit, unit + 1)
@@ -185,8 +190,9 @@ class UnitBounds:
                     else self.tables.replicated(stage, variable, replicas, each.gradient)
                 )
                 once = self.tables.workload.exposed_gradient_part * gradient + each.update
-                fixed.append(np.stack([each.forward[0], each.backward[0], once, plain.state, none, none]))
-                slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept, none]))
+                exchanged = np.sum([none, *self.tables.shared_bytes(stage, variable)], axis=0)
+                fixed.append(np.stack([each.forward[0], each.backward[0], once, plain.state, none, none, exchanged]))
+                slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept, none, none]))
                 of_set = each.option_set
                 slices.append(np.stack([of_set.p0, of_set.ranks_per_sample, np.full(len(of_set.p0), of_set.positions)]))
         if not any(one.shape[1] for one in slices):
@@ -200,11 +206,10 @@ class UnitBounds:
         group = np.unique(np.column_stack([layer, num_slices.T]), axis=0, return_inverse=True)[1].ravel()
         best = comparable[undominated(group[comparable], both[:, comparable].T)]
         selected = np.sort(np.concatenate([best, others]))
-        num = len(COMPONENTS)
         sizes = np.bincount(layer[selected], minlength=len(slices))
         return _Options(
-            fixed=both[:num, selected],
-            slope=both[num:, selected],
+            fixed=both[:_NUM_COMPONENTS, selected],
+            slope=both[_NUM_COMPONENTS:, selected],
             sample_slices=num_slices[0, selected],
             ranks_per_sample=num_slices[1, selected],
             positions=num_slices[2, selected],
@@ -220,6 +225,7 @@ class UnitBounds:
         part: int,
         weights: np.ndarray,
         is_tight: bool = False,
+        byte_s: float = 0.0,
     ) -> np.ndarray | None:
         """Return the least weighted sum of each unit's vector, for each weight.
 
@@ -230,6 +236,7 @@ class UnitBounds:
             part: Samples of the smallest pass, which strategies must divide.
             weights: Shape (weights, components).
             is_tight: Whether redistributions inside the units count.
+            byte_s: Seconds to exchange a byte of the gradient of a weight that another stage holds, too.
 
         Returns:
             Shape (weights, units); None if every unit has a layer without a strategy that divides ``part`` samples.
@@ -237,6 +244,7 @@ class UnitBounds:
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
+        weights = _with_exchange(weights, byte_s)
         of_layers = np.minimum.reduceat(weights @ options.vectors, options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
         for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
@@ -252,6 +260,7 @@ class UnitBounds:
         part: int,
         weights: np.ndarray,
         is_tight: bool = False,
+        byte_s: float = 0.0,
     ) -> np.ndarray | None:
         """Return a vector of each unit that has the least weighted sum, for each weight; arguments as :meth:`least`.
 
@@ -261,6 +270,7 @@ class UnitBounds:
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
+        weights = _with_exchange(weights, byte_s)
         values = weights @ options.vectors
         lowest = np.repeat(np.minimum.reduceat(values, options.first_of_layer, axis=1), options.sizes, axis=1)
         # The first option of each layer that has the least value.
@@ -271,7 +281,8 @@ class UnitBounds:
             choices = least_choices(table, weights)
             if len(choices):
                 of_kinds[:, :, kind] = table.evaluate(choices)[0].T
-        return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
+        of_kinds[_GRADIENT] += byte_s * of_kinds[-1]
+        return np.asarray(np.moveaxis(of_kinds[:-1, :, self._kinds], 0, 2))
 
     def cheapest_ways(
         self,
@@ -281,11 +292,12 @@ class UnitBounds:
         weights: dict[str, np.ndarray],
         factors: dict[str, np.ndarray],
         is_tight: bool,
+        byte_s: float = 0.0,
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what each unit costs at least with any way of recomputation, and how it is run then.
 
         Args:
-            replicas, micro_batch, part, is_tight: As :meth:`least`.
+            replicas, micro_batch, part, is_tight, byte_s: As :meth:`least`.
             weights: For each way of recomputation weights of the components, shape (rows, components).
             factors: For each way the factors of the bytes (:data:`.stage_cost.MEMORY`), shape (rows, 3).
 
@@ -296,7 +308,7 @@ class UnitBounds:
         size = replicas, micro_batch, part
         rough: dict[str, np.ndarray] = {}
         for way, rows in weights.items():
-            lowest = self.least(recomputed_inside(way), *size, rows)
+            lowest = self.least(recomputed_inside(way), *size, rows, byte_s=byte_s)
             if lowest is None:
                 return None
             rough[way] = lowest
@@ -307,7 +319,7 @@ class UnitBounds:
             wanted = np.flatnonzero((rough[way] < costs).any(axis=1))
             if not len(wanted):
                 continue
-            each = self.least_vectors(recomputed_inside(way), *size, weights[way][wanted], is_tight)
+            each = self.least_vectors(recomputed_inside(way), *size, weights[way][wanted], is_tight, byte_s)
             assert each is not None
             value = np.einsum("ruc,rc->ru", each, weights[way][wanted])
             recompute_s = each[..., 0] if way == "stage" else np.zeros_like(value)
@@ -343,12 +355,13 @@ class UnitBounds:
             return None
         # As in :meth:`_collect_options`, the units of a stage do not add up what one block needs at a time.
         state, recomputed = COMPONENTS.index("state"), COMPONENTS.index("recomputed")
-        sums = tuple(one[:, : len(COMPONENTS)].copy() for one in own.table.sums)
+        num = len(COMPONENTS)
+        sums = tuple(np.column_stack([one[:, :num], one[:, num:].sum(axis=1)]) for one in own.table.sums)
         for one, without in zip(sums, plain.table.sums):
             one[:, state], one[:, recomputed] = without[:, state], 0.0
         table = VectorTable(sums, tuple(np.zeros(len(one)) for one in sums), own.table.edges)
         try:
-            least(table, np.zeros((1, len(COMPONENTS))))
+            least(table, np.zeros((1, _NUM_COMPONENTS)))
         except TooManyError:
             return None
         return table
@@ -359,3 +372,8 @@ class UnitBounds:
             options = self._options_of(recompute, replicas)
             self._micro_batch_options[key] = None if options is None else options.for_micro_batch(micro_batch, part)
         return self._micro_batch_options[key]
+
+
+def _with_exchange(weights: np.ndarray, byte_s: float) -> np.ndarray:
+    """Weights of the components of options, from those of a stage's; arguments as :meth:`UnitBounds.least`."""
+    return np.column_stack([weights, byte_s * weights[:, _GRADIENT]])

@@ -128,6 +128,7 @@ def test_the_best_cut_by_all_bounds(
         demand=SimpleNamespace(homes=[((0, stage),) for stage in range(stages)]),
         limit_bytes=units,
         price_of_limits=lambda price: float(price.sum()),
+        fixed_seconds=lambda path: 0.0,
     )
     cut_graph.row_of = partial(CutGraph.row_of, cut_graph)
     cuts = CutProgram(cut_graph)  # type: ignore[arg-type]

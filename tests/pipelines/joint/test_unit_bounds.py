@@ -59,6 +59,26 @@ def test_tight_bounds_are_the_least_of_all_choices(search: StageSearch, seed: in
         assert tight[:, unit] == pytest.approx(least, rel=1e-9)
 
 
+@pytest.mark.parametrize("unit", (0, -1))
+def test_gradients_of_shared_weights_are_exchanged(search: StageSearch, unit: int) -> None:
+    """The first and the last unit of the GPT share its embeddings."""
+    byte_s, unit = 1e-9, unit % search.chain.num_units
+    weights = np.array([[1.0, 1.0, share, 1e-13, 1e-13, 0.0] for share in (0.1, 0.3, 1.0, 3.0)])
+    arguments = ("none", PASSES.replicas, PASSES.micro_batch, PASSES.smallest_pass, weights)
+    tight = search.unit_bounds.least(*arguments, is_tight=True, byte_s=byte_s)
+    vectors = search.unit_bounds.least_vectors(*arguments, is_tight=True, byte_s=byte_s)
+    rough = search.unit_bounds.least(*arguments, byte_s=byte_s)
+    stage = search.table(unit, unit + 1, "none", PASSES)
+    assert tight is not None and rough is not None and vectors is not None and stage is not None
+    choices = np.array(list(product(*(range(len(one)) for one in stage.table.sums))), dtype=np.intp)
+    shared = stage.table.evaluate(choices)[0][:, len(COMPONENTS) :].sum(axis=1)
+    assert shared.max() > shared.min() > 0
+    sums = all_sums(search, unit, "none") @ weights.T + byte_s * shared[:, None] * weights[:, 2]
+    assert tight[:, unit] == pytest.approx(sums.min(axis=0), rel=1e-9)
+    assert np.einsum("wc,wc->w", vectors[:, unit], weights) == pytest.approx(tight[:, unit], rel=1e-9)
+    assert (rough <= tight * (1 + 1e-12)).all()
+
+
 def test_redistributions_inside_a_unit_count_in_tight_bounds_only(search: StageSearch) -> None:
     # Where bytes have a price, parameters are rather divided, and samples elsewhere.
     weights = np.array([[1.0, 1.0, 0.0, price, price, 0.0] for price in np.logspace(-14, -8, 13)])
