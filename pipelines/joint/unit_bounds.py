@@ -114,6 +114,13 @@ class _MicroBatchOptions:
         """Index of the first option of each layer."""
         return np.cumsum(self.sizes) - self.sizes
 
+    def values(self, weights: np.ndarray, byte_s: float) -> np.ndarray:
+        """The weighted sum of each option's vector, shape (weights, options); arguments as :meth:`UnitBounds.least`."""
+        values = weights @ self.vectors[:-1]
+        if byte_s:
+            values += byte_s * weights[:, _GRADIENT, None] * self.vectors[-1]
+        return np.asarray(values)
+
 
 class UnitBounds:
     """Lower bounds on what each unit of a model adds to a stage on one rectangle of devices.
@@ -244,11 +251,10 @@ class UnitBounds:
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
-        weights = _with_exchange(weights, byte_s)
-        of_layers = np.minimum.reduceat(weights @ options.vectors, options.first_of_layer, axis=1)
+        of_layers = np.minimum.reduceat(options.values(weights, byte_s), options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
         for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
-            tight = least(table, weights)
+            tight = least(table, _with_exchange(weights, byte_s))
             of_kinds[:, kind] = np.where(np.isfinite(tight), np.maximum(tight, of_kinds[:, kind]), of_kinds[:, kind])
         return np.asarray(of_kinds[:, self._kinds])
 
@@ -270,15 +276,14 @@ class UnitBounds:
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
-        weights = _with_exchange(weights, byte_s)
-        values = weights @ options.vectors
+        values = options.values(weights, byte_s)
         lowest = np.repeat(np.minimum.reduceat(values, options.first_of_layer, axis=1), options.sizes, axis=1)
         # The first option of each layer that has the least value.
         indices = np.where(values <= lowest, np.arange(values.shape[1]), values.shape[1])
         chosen = np.minimum.reduceat(indices, options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(options.vectors[:, chosen], options.first_of_kind, axis=2)
         for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
-            choices = least_choices(table, weights)
+            choices = least_choices(table, _with_exchange(weights, byte_s))
             if len(choices):
                 of_kinds[:, :, kind] = table.evaluate(choices)[0].T
         of_kinds[_GRADIENT] += byte_s * of_kinds[-1]
@@ -375,5 +380,5 @@ class UnitBounds:
 
 
 def _with_exchange(weights: np.ndarray, byte_s: float) -> np.ndarray:
-    """Weights of the components of options, from those of a stage's; arguments as :meth:`UnitBounds.least`."""
+    """Weights of the components of an option, from those of a stage's; arguments as :meth:`UnitBounds.least`."""
     return np.column_stack([weights, byte_s * weights[:, _GRADIENT]])
