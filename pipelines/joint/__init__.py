@@ -8,7 +8,7 @@ its layers, a way of recomputation and a place in a schedule.  The modules, from
 - Figures: `evaluation` (time and memory of a configuration, by ``evaluate``), `stage_figures` (those of one stage), `boundary`
   (communication between stages) and `executed` (the step as AutoDDL's runtime executes it).
 - Stages: `stage_cost` (cost tables), `stage_search` (the best strategies of a stage) and `memory_demand` (micro-batches in flight).
-- Lower bounds: `bounds`, `bottleneck_bound` and `unit_bounds`; `cut_graph` (bounds of all cuts of a setting).
+- Lower bounds: `bounds`, `bottleneck_bound`, `unit_bounds` and `shared_weights`; `cut_graph` (bounds of all cuts of a setting).
 - A setting (devices, schedule, micro-batch): `first_bounds` bounds and estimates it; `setting_search` finds its best plan, by
   `setting_bounds` (`relaxation`), `cut_program`, `row_search` and `cut_regions`; `cut_trials` and `fitting` find good ones.
 - Rows of a cut, one for each stage: `selection_program` and `row_program`, with the constraints of `row_constraints`.

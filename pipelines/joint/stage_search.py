@@ -347,6 +347,8 @@ class StageSearch:
         if stage_table is None:
             return None
         counts, constant = self.memory_of(first, stop, recompute, passes, demand)
+        if stage_table.table.num_components == MEMORY.stop:
+            byte_s = 0.0  # no weight is shared
         key = (id(stage_table), recompute, constant, *counts.tolist(), weights.tobytes(), byte_s)
         if key not in self._hulls:
             self._hulls[key] = self._hull(stage_table, recompute, counts, constant, weights, byte_s)
