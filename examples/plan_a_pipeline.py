@@ -12,8 +12,8 @@ import autoddl
 # Single-GPU servers with slow links between them: a pipeline sends far less than data parallelism.
 servers = next(cluster for cluster in autoddl.clusters() if cluster.name == "v100-c").resized(num_nodes=2)
 
-alone = autoddl.plan("gpt:4x256", cluster=servers, batch=8, sequence=128)
-plan = autoddl.plan("gpt:4x256", cluster=servers, batch=8, sequence=128, pipeline="auto")
+alone = autoddl.plan("gpt:4x256", cluster=servers, batch=8, sequence=128, vocabulary=1024)
+plan = autoddl.plan("gpt:4x256", cluster=servers, batch=8, sequence=128, vocabulary=1024, pipeline="auto")
 print(repr(plan))
 print(f"without a pipeline a step takes {alone.step_s / plan.step_s:.2f} times as long\n")
 

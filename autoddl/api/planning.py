@@ -84,8 +84,8 @@ def plan(
 
     A plan with a pipeline is used in the same way:
 
-    >>> autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128, pipeline="auto")
-    <Plan gpt:4x256 on v100-c: 2 nodes of 1 x NVIDIA V100 16 GB, 2 stages; 11.9 ms per step, proven optimal>
+    >>> autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128, vocabulary=1024, pipeline="auto")
+    <Plan gpt:4x256 on v100-c: 2 nodes of 1 x NVIDIA V100 16 GB, 2 stages; 4.46 ms per step, proven optimal>
     """
     planner_options = _planner_options(method, options)
     if pipeline is None and allow_stale:

@@ -40,7 +40,8 @@ def small() -> autoddl.Plan:
 
 @pytest.fixture(scope="module")
 def joint() -> autoddl.Plan:
-    return autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128, pipeline="auto", quiet=True)
+    options = dict(batch=8, sequence=128, vocabulary=1024, pipeline="auto", quiet=True)
+    return autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, **options)
 
 
 # ---- Names -------------------------------------------------------------------------------------------------------------
