@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoddl.costmodel.cluster import Link
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
@@ -31,22 +30,17 @@ class SharedWeight:
 
     Attributes:
         early, late: The (stage, index among the shared weights of the stage) of the earlier and of the later stage.
-        link: The link between the two workers.
-        exposed_part: The least part of the all-reduce that no backward pass hides.
+        latency_s, byte_s: The least seconds of the all-reduce that no backward pass hides: in any case, and for each byte.
     """
 
     early: tuple[int, int]
     late: tuple[int, int]
-    link: Link
-    exposed_part: float
+    latency_s: float
+    byte_s: float
 
     def seconds(self, nbytes: np.ndarray) -> np.ndarray:
         """The least seconds of the all-reduce that no backward pass hides, for each number of bytes."""
-        times = {
-            value: self.exposed_part * self.link.time(Step(Collective.ALL_REDUCE, Axis(2, 1), value))
-            for value in np.unique(nbytes).tolist()
-        }
-        return np.array([times[value] for value in nbytes.tolist()])
+        return self.latency_s + self.byte_s * nbytes
 
 
 def shared_weights(cut_graph: CutGraph) -> tuple[SharedWeight, ...]:
@@ -66,8 +60,9 @@ def shared_weights(cut_graph: CutGraph) -> tuple[SharedWeight, ...]:
             raise TiesError
         if workers[0] != workers[1]:
             link, number = setting.mesh.link_between(explorer.cluster, workers), len(weights)
-            part = explorer.workload.exposed_gradient_part
-            weights.append(SharedWeight((0, number), (last, number), link, part))
+            seconds = link.times(Step(Collective.ALL_REDUCE, Axis(2, 1), 1.0))
+            latency_s, byte_s = (explorer.workload.exposed_gradient_part * part for part in seconds)
+            weights.append(SharedWeight((0, number), (last, number), latency_s, byte_s))
     return tuple(weights)
 
 
@@ -81,8 +76,4 @@ def exchange_of(cut_graph: CutGraph) -> tuple[float, float]:
         weights = shared_weights(cut_graph)
     except TiesError:
         return 0.0, 0.0
-    if not weights:
-        return 0.0, 0.0
-    latency_s, byte_s = weights[0].link.times(Step(Collective.ALL_REDUCE, Axis(2, 1), 1.0))
-    part = weights[0].exposed_part
-    return len(weights) * part * latency_s, part * byte_s
+    return sum(weight.latency_s for weight in weights), max((weight.byte_s for weight in weights), default=0.0)
