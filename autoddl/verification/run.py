@@ -16,6 +16,7 @@ from pathlib import Path
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.ranks.failures import RankError
 from autoddl.pipelines.runtime.ranks.launcher import RankPool
 from autoddl.pipelines.runtime.ranks.network import namespace_available
 from autoddl.pipelines.runtime.ranks.workfolders import WorkFolder
@@ -25,7 +26,7 @@ from ..ownmodels import function_of_plan
 from ..planfile import PlanFile
 from ..zoo.builtin import BuiltIn, recognise
 from .comparing import with_recount
-from .executors import executor_of
+from .executors import Executor, executor_of
 from .fitting import FittedPlan, fit_plan
 from .prediction import predict
 from .result import Verification
@@ -92,13 +93,14 @@ def verify(
             of its middle stages (see `fitting`).
         model: The model of the plan, such as ``FILE.py:FUNCTION``.  Required unless the plan's model is a built-in one.
         options: Tolerance, timeout, seed and limits.
-        pool: Ranks to use.  None: new ranks are started.
+        pool: Ranks to use.  None, or if they crash and the plan is run again: new ranks are started.
         progress: Called with a short text when a new phase of the verification begins.
 
     Raises:
         UserError: If the plan cannot be fitted to this number of ranks, ``model`` is not the plan's model, the model cannot be
             created or is too large for the limits, or OneFlow is not installed.
-        RankError: If a rank fails.  The error names the rank; all ranks have ended.
+        RankError: If a rank fails.  The error names the rank; all ranks have ended.  A crash inside an nn.Graph is an error only
+            if it happens twice; a note tells of the first one.
     """
     options = options or VerifyOptions()
     deadline = _Deadline(options.timeout_s)
@@ -146,41 +148,60 @@ def _verified(
     # Bytes are counted in a network namespace of the ranks' own.
     not_counted_because = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
     show_progress = progress or (lambda text: None)
+    with WorkFolder("verify") as folder:
+        task = _make_task(fitted, function, options.seed, folder=str(folder), counts_bytes=not not_counted_because)
+        task = replace(task, corrects_bias=options.executor == EAGER)
+        compare_with = functools.partial(
+            executor.compare,
+            plan,
+            fitted,
+            prediction,
+            tolerance=options.tolerance,
+            not_counted_because=not_counted_because,
+        )
+        crashes: list[str] = []
+        while True:
+            try:
+                show_progress(f"starting {num_ranks} ranks")
+                usable = None if crashes else pool  # a crash has ended it
+                with contextlib.nullcontext(usable) if usable else _start_ranks(task, num_ranks, deadline) as ranks:
+                    verification = _run_task(task, executor, ranks, deadline, show_progress, compare_with)
+                break
+            except RankError as error:
+                crashes.append(f"repeated, since {error}")
+                if not error.crashed or len(crashes) == executor.num_attempts:
+                    raise
+    return replace(verification, seconds=deadline.elapsed_s, notes=(*verification.notes, *crashes))
+
+
+def _run_task(
+    task: VerificationTask,
+    executor: Executor,
+    ranks: RankPool,
+    deadline: _Deadline,
+    show_progress: Progress,
+    compare_with: Callable[..., Verification],
+) -> Verification:
+    """Run the single-device reference, then the plan on all ranks, and compare the two."""
 
     def on_report(rank: int, value: str) -> None:
         if rank == 0:
             show_progress(value)
 
-    with WorkFolder("verify") as folder:
-        task = _make_task(fitted, function, options.seed, folder=str(folder), counts_bytes=not not_counted_because)
-        task = replace(task, corrects_bias=options.executor == EAGER)
-        show_progress(f"starting {num_ranks} ranks")
-        with contextlib.nullcontext(pool) if pool else _start_ranks(task, num_ranks, deadline) as ranks:
-            # The single-device reference.
-            show_progress("running on one device")
-            reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.remaining_s)[0]
-            # The plan on all ranks.
-            show_progress(f"running on {num_ranks} ranks")
-            results = ranks.run(executor.run_job, task, timeout_s=deadline.remaining_s, on_report=on_report)
-            compare_with = functools.partial(
-                executor.compare,
-                plan,
-                fitted,
-                prediction,
-                reference,
-                tolerance=options.tolerance,
-                not_counted_because=not_counted_because,
-            )
-            verification = compare_with(results)
-            # Other processes on the machine may disturb a count; count again before a deviation is reported.
-            for _ in range(NUM_RECOUNTS):
-                if not verification.are_bytes_off:
-                    break
-                show_progress("counting bytes again")
-                recount = ranks.run(executor.count_job, task, timeout_s=deadline.remaining_s)[0]
-                results = with_recount(results, recount)
-                verification = compare_with(results)
-    return replace(verification, seconds=deadline.elapsed_s)
+    show_progress("running on one device")
+    reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.remaining_s)[0]
+    show_progress("running on all ranks")
+    results = ranks.run(executor.run_job, task, timeout_s=deadline.remaining_s, on_report=on_report)
+    verification = compare_with(reference, results)
+    # Other processes on the machine may disturb a count; count again before a deviation is reported.
+    for _ in range(NUM_RECOUNTS):
+        if not verification.are_bytes_off:
+            break
+        show_progress("counting bytes again")
+        recount = ranks.run(executor.count_job, task, timeout_s=deadline.remaining_s)[0]
+        results = with_recount(results, recount)
+        verification = compare_with(reference, results)
+    return verification
 
 
 def _make_task(fitted: FittedPlan, function: str, seed: int, *, folder: str, counts_bytes: bool) -> VerificationTask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ from autoddl.costmodel.graph_meshes import graph_mesh, is_simple_change
 from autoddl.costmodel.strategy import Strategy
 from autoddl.export import export
 from autoddl.pipelines.runtime.graph.meshes import check_graph_plan
-from autoddl.pipelines.runtime.ranks.failures import RankUserError
+from autoddl.pipelines.runtime.ranks.failures import RankError, RankUserError
 from autoddl.search.planner import Options, make_plan
-from autoddl.verification import Limits, VerifyOptions, verify
+from autoddl.verification import Limits, VerifyOptions, executors, run, verify
 from autoddl.zoo.builtin import recognise
 
 from .graph_plans import MODELS, plan_of
@@ -47,6 +48,22 @@ def test_families_compute_and_send_as_promised(counted_ranks, name, levels):
     names = {p.name for layer in plan.graph.layers for p in layer.parameters if p.tied_to is None}
     for checks in (found.gradients, found.parameters):
         assert {check.name for check in checks} == names
+
+
+def test_a_crash_inside_a_graph_is_repeated_once(counted_ranks, monkeypatch):
+    """And a note says so. Slow: two ranks are started anew, twice."""
+    plan = plan_of("mlp", (1, 2), batch=16)
+
+    def verify_with(job):
+        graph = replace(executors.executor_of("graph"), run_job=f"{JOBS}:{job}")
+        monkeypatch.setattr(run, "executor_of", lambda name: graph)
+        return verify(plan, 2, options=OPTIONS, pool=counted_ranks(2))
+
+    found = verify_with("crash_once")
+    assert found.faults == () and found.step.sent_bytes is not None
+    assert found.notes[-1].startswith("repeated, since rank 1 of 2 crashed with SIGSEGV")
+    with pytest.raises(RankError, match="rank 1 of 2 crashed with SIGSEGV"):
+        verify_with("crash")
 
 
 def test_attention_of_one_head(counted_ranks):

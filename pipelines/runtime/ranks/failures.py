@@ -40,14 +40,16 @@ class RankError(RuntimeError):
     Attributes:
         rank: The rank that failed.
         log: File with its output; None if the output was not kept.
+        crashed: Whether a signal ended it that it caused itself, so in compiled code.
     """
 
     exit_code = 1  # of a command
 
-    def __init__(self, message: str, rank: int, log: Path | None) -> None:
+    def __init__(self, message: str, rank: int, log: Path | None, *, crashed: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
         self.log = log
+        self.crashed = crashed
 
 
 class RankUserError(RankError, UserError):

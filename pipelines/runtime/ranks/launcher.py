@@ -315,7 +315,8 @@ class RankPool:
             failure = RankFailure(failure.rank, failure.kind, f"{failure.text} (more than {self.stall_timeout_s:g} s)")
         log = self._ranks.of(failure.rank).log
         message = f"rank {failure.rank} of {self.num_ranks} {failure.text}{notes} (its output: {log})"
-        return (RankUserError if failure.is_user_error else RankError)(message, failure.rank, log)
+        crashed = failure.kind is FailureKind.CRASHED
+        return (RankUserError if failure.is_user_error else RankError)(message, failure.rank, log, crashed=crashed)
 
     # ---- Ending -----------------------------------------------------------------------------------------------------
 
