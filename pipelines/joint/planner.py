@@ -32,7 +32,7 @@ from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
 from autoddl.search.options import AUTO
 from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, StartPlan, make_plan
 
-from ..planners import Clock
+from ..planners import Clock, Patience
 from .evaluation import Evaluation, evaluate_unpipelined
 from .explorer import Explorer
 from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
@@ -58,8 +58,9 @@ _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
 #: Share of the time limit for recipes.
 _SHARE_OF_RECIPES = 0.12
-#: Share of the time limit for the search near the best trial or recipe, and the seconds of processor time that it gets at most.
-_SHARE_NEAR, _MOST_TIME_NEAR_S = 0.2, 4.0
+#: Share of the time limit for the search near the best trial or recipe, and the seconds of processor time that it gets at most, and
+#: before it has lost its patience.
+_SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_PATIENCE_NEAR_S = 0.2, 4.0, 1.5
 #: Share of the time limit for the early incumbent of the whole space.
 _SHARE_OF_INCUMBENT = 0.1
 #: Share of the time limit for the least sufficient memory, if no plan fits.
@@ -113,8 +114,9 @@ def plan_jointly(
         recipe = _recipe(job)
         known = min((plan for plan in (trial, recipe) if plan is not None), key=partial(_cost, job), default=None)
         if known is not None:
-            near_clock = Clock(min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S), job.stop)
-            near = improve_near(explorer, known, options.base.micro_batch is None, near_clock, job.tell)
+            limit_s = min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S)
+            patience = Patience(limit_s, _LEAST_PATIENCE_NEAR_S, job.stop)
+            near = improve_near(explorer, known, options.base.micro_batch is None, patience, job.tell)
     own = start.without_pipeline if start is not None and is_alone else None
     known_s = min((_cost(job, plan) for plan in (trial, near, recipe) if plan is not None), default=math.inf)
     unpipelined, error = _plan_without_pipeline(job, own, known_s)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
+from ..planners import Patience
 from .bounds import bound_class
 from .configuration import recomputed_inside
 from .evaluation import Evaluation
@@ -451,7 +452,7 @@ def improve_near(
     explorer: Explorer,
     plan: Evaluation,
     is_micro_batch_free: bool,
-    deadline: Deadline,
+    patience: Patience,
     report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
 ) -> Evaluation:
     """Return the best plan that is found in the setting of a good plan; else the plan itself.
@@ -462,21 +463,26 @@ def improve_near(
         explorer: The tables and prices of the model on the cluster.
         plan: A plan with a synchronous schedule.
         is_micro_batch_free: Whether the plan may have another micro-batch.
-        deadline: When to end the search with the best plan so far.
+        patience: When to end the search with the best plan so far; renewed by better plans.
         report: As in :func:`explore`.
     """
+
+    def tell(better_s: float) -> None:
+        patience.renew()
+        report(better_s, 0.0, 1)
+
     batch = explorer.workload.batch
     best, first = plan, setting_of(plan.configuration)
     queue, seen = [first], {first}
-    while queue and not deadline.is_over:
+    while queue and not patience.is_over:
         setting = queue.pop(0)
         known_s = best.cost(explorer.pricing.objective)
         found: Evaluation | None = None
         if explorer.memory_demand(setting.schedule) is not None:
-            search = SettingSearch(explorer, setting, known_s, deadline)
-            search.incumbent.tell = lambda better_s: report(better_s, 0.0, 1)
+            search = SettingSearch(explorer, setting, known_s, patience)
+            search.incumbent.tell = tell
             try:
-                with explorer.stop.until(deadline):
+                with explorer.stop.until(patience):
                     search.improve([stage.num_units for stage in best.configuration.stages])
             except (UnsettledError, StopRequestedError):
                 pass

@@ -11,7 +11,7 @@ plan satisfies the constraints.
 from __future__ import annotations
 
 from .chimera import ChimeraResult, plan_chimera
-from .clock import Clock
+from .clock import Clock, Patience
 from .dapple import DappleResult, evaluate, plan_dapple
 from .dapple_search import StageConstraints
 from .workload import PlannerError, ProfiledWorkload
@@ -21,6 +21,7 @@ __all__ = [
     "ChimeraResult",
     "Clock",
     "DappleResult",
+    "Patience",
     "PlannerError",
     "ProfiledWorkload",
     "StageConstraints",

@@ -7,7 +7,7 @@ import time
 
 from autoddl.costmodel.stopping import Deadline, Stop
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "Patience"]
 
 
 class Clock(Deadline):
@@ -20,3 +20,35 @@ class Clock(Deadline):
 
     def __init__(self, limit_s: float = math.inf, stop: Stop | None = None) -> None:
         super().__init__(limit_s, stop, time.process_time)
+
+
+class Patience(Clock):
+    """A clock that is also over after as much time without a better result as the search had needed for the last one.
+
+    Args:
+        limit_s: Seconds of processor time.
+        least_s: Seconds of processor time before which patience is not lost.
+        stop: A stop that ends the clock early; None for none.
+
+    >>> patience = Patience(limit_s=100.0, least_s=10.0)
+    >>> patience.renew()  # at once, so that there are about 10 s
+    >>> 9.0 < patience.left_s <= 10.0
+    True
+    """
+
+    def __init__(self, limit_s: float, least_s: float, stop: Stop | None = None) -> None:
+        super().__init__(limit_s, stop)
+        self._least_s = self._patience_s = least_s
+
+    def renew(self) -> None:
+        """Note that the search has found a better result."""
+        self._patience_s = max(self._least_s, 2 * self._spent_s)
+
+    @property
+    def _spent_s(self) -> float:
+        return self._timer() - self._begin
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the clock is over if nothing better is found."""
+        return min(self.limit_s, self._patience_s) - self._spent_s
