@@ -318,6 +318,10 @@ class Search:
                 if not entry.num_estimates:
                     refined_s = estimate_with_memory(self.explorer, entry.setting, known_s)
                 else:
+                    # The proof needs this bound, too, and simulating a schedule takes longer.
+                    self._bound_with_memory(entry)
+                    if entry.bound_s >= self.limit_s:
+                        continue
                     refined_s = estimate_by_simulation(self.explorer, entry.setting, known_s, self.best_s)
                 entry.estimate_s = max(known_s, refined_s)
                 entry.num_estimates += 1
@@ -383,6 +387,8 @@ class Search:
 
         Bounds without memory come first unless they have excluded few settings of this family of schedules.
         """
+        if entry.has_memory_bound:
+            return
         tries = self._free_bounds.setdefault(entry.setting.schedule.name, [])
         tries_free = len(tries) < _MIN_FREE_BOUNDS or sum(tries) > _PART_OF_FREE_BOUNDS * len(tries)
         bound_s, is_free_enough = bound_with_memory(self.explorer, entry.setting, self.best_s, tries_free)
