@@ -323,24 +323,25 @@ def undominated(
     if not values.shape[1]:
         return np.sort(np.unique(group, return_index=True)[1])
     unit = values / scale[scale > 0]
-    order = np.lexsort((unit.sum(axis=1), group))
-    group, unit = group[order], unit[order]
-    alive = np.arange(len(order))
+    rows = np.lexsort((unit.sum(axis=1), group))
+    group, unit = group[rows], np.ascontiguousarray(unit[rows].T)
     kept = []
     num_kept = 0
-    while len(alive):
+    while len(rows):
         if stop is not None:
             stop.check()
         # Nothing dominates the first remaining row of each group: rows are in the order of their sums.
-        leads = np.flatnonzero(np.r_[True, group[alive[1:]] != group[alive[:-1]]])
-        kept.append(alive[leads])
-        num_kept += len(leads)
+        is_first = np.ones(len(rows), dtype=bool)
+        np.not_equal(group[1:], group[:-1], out=is_first[1:])
+        first = np.flatnonzero(is_first)
+        kept.append(rows[first])
+        num_kept += len(first)
         if num_kept > most_rows:
             raise TooManyError
-        lead_of = np.repeat(leads, np.diff(np.r_[leads, len(alive)]))
-        beaten = (unit[alive[lead_of]] <= unit[alive] + _TOLERANCE).all(axis=1)
-        alive = alive[~beaten]
-    return np.sort(order[np.concatenate(kept)])
+        first_of = first[np.cumsum(is_first) - 1]
+        left = (unit[:, first_of] > unit + _TOLERANCE).any(axis=0)
+        rows, group, unit = rows[left], group[left], unit[:, left]
+    return np.sort(np.concatenate(kept))
 
 
 # ------------------------------------------------------------------------------------------- bounds on the remaining variables
