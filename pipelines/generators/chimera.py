@@ -44,10 +44,12 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from ..schedule import Part, Task
 from .draft import GeneratorError, ScheduleDraft, ScheduleFamily, backward, forward
 
-__all__ = ["CHIMERA", "phases", "placements"]
+__all__ = ["CHIMERA", "flights", "phases", "placements"]
 
 CONCATENATIONS = ("direct", "doubling", "halving")
 
@@ -140,29 +142,58 @@ def _pieces(first: int, count: int, shape: _Shape) -> Iterator[tuple[int, Part, 
             yield micro_batch, Part.WHOLE, ((micro_batch, Part.WHOLE),)
 
 
-def _chimera(
-    num_stages: int, num_micro_batches: int, num_pipelines: int = 2, concatenation: str = "direct"
-) -> ScheduleDraft:
-    _check(num_stages, num_pipelines, concatenation)
-    placement = placements(num_stages, num_pipelines)
-    slotted: list[list[tuple[int, Task]]] = [[] for _ in range(num_stages)]
+class _Pass(NamedTuple):
+    """A forward of one pipeline, with the backwards of its micro-batches, at stage 0.
+
+    At stage s the forward is s slots later, and the backwards are s slots earlier.
+
+    Attributes:
+        pipeline: its pipeline.
+        slot, micro_batch, part: the slot of the forward, and what it works on.
+        answers: slot, micro-batch and part of each backward.
+    """
+
+    pipeline: int
+    slot: int
+    micro_batch: int
+    part: Part
+    answers: tuple[tuple[int, int, Part], ...]
+
+
+def _passes(num_stages: int, num_micro_batches: int, num_pipelines: int, concatenation: str) -> Iterator[_Pass]:
+    """All forwards, of each pipeline in the order of their slots, with their backwards."""
     per_pipeline = num_stages // num_pipelines
     gap = num_stages - 2 * per_pipeline
     base = 0
     for unit in _units(num_stages, num_micro_batches, concatenation):
         each, extra = divmod(unit.size, num_pipelines)
         first = unit.first
-        for pipeline, workers in enumerate(placement):
+        for pipeline in range(num_pipelines):
             count = each + (pipeline < extra)
             for j, (micro_batch, part, answers) in enumerate(_pieces(first, count, unit.shape)):
-                for stage, worker in enumerate(workers):
-                    row = slotted[worker]
-                    row.append((base + stage + 2 * j, forward(stage, micro_batch, pipeline, part)))
-                    for answer, (answered, answer_part) in enumerate(answers, start=j * len(answers)):
-                        slot = base + 2 * num_stages - 1 - stage + 2 * answer + (answer >= per_pipeline) * gap
-                        row.append((slot, backward(stage, answered, pipeline, answer_part)))
+                of_answers = tuple(
+                    (base + 2 * num_stages - 1 + 2 * answer + (answer >= per_pipeline) * gap, *answered)
+                    for answer, answered in enumerate(answers, start=j * len(answers))
+                )
+                yield _Pass(pipeline, base + 2 * j, micro_batch, part, of_answers)
             first += count
         base += (2 if unit.shape is _Shape.PLAIN else 3) * num_stages
+
+
+def _chimera(
+    num_stages: int, num_micro_batches: int, num_pipelines: int = 2, concatenation: str = "direct"
+) -> ScheduleDraft:
+    _check(num_stages, num_pipelines, concatenation)
+    placement = placements(num_stages, num_pipelines)
+    slotted: list[list[tuple[int, Task]]] = [[] for _ in range(num_stages)]
+    for pipeline, slot, micro_batch, part, answers in _passes(
+        num_stages, num_micro_batches, num_pipelines, concatenation
+    ):
+        for stage, worker in enumerate(placement[pipeline]):
+            row = slotted[worker]
+            row.append((slot + stage, forward(stage, micro_batch, pipeline, part)))
+            for back, answered, answer_part in answers:
+                row.append((back - stage, backward(stage, answered, pipeline, answer_part)))
     for row in slotted:
         row.sort(key=_slot)
     return ScheduleDraft(
@@ -173,6 +204,36 @@ def _chimera(
         update_period=num_micro_batches,
         delays=(0,) * num_stages,
     )
+
+
+def flights(
+    num_stages: int, num_micro_batches: int, num_pipelines: int = 2, concatenation: str = "direct"
+) -> tuple[list[float], float]:
+    """The most micro-batches in flight at each stage of any pipeline, and the largest forward, in micro-batches.
+
+    In flight is what the slots before a forward have taken and not freed; other stages of the worker do not matter.
+
+    Raises:
+        GeneratorError: there is no such schedule.
+
+    >>> flights(4, 4)
+    ([2.0, 2.0, 2.0, 1.0], 1.0)
+    """
+    _check(num_stages, num_pipelines, concatenation)
+    of_pipelines: list[list[_Pass]] = [[] for _ in range(num_pipelines)]
+    for one in _passes(num_stages, num_micro_batches, num_pipelines, concatenation):
+        of_pipelines[one.pipeline].append(one)
+    most, largest = np.zeros(num_stages), 0.0
+    for passes in filter(None, of_pipelines):
+        taken = np.array([one.part.size for one in passes], dtype=float)
+        backs = [(slot, float(part.size)) for one in passes for slot, _, part in one.answers]
+        begins, freed = np.array([one.slot for one in passes]), np.cumsum([0.0, *(size for _, size in backs)])
+        # Backwards of stage s are before a forward if, at stage 0, they are less than 2 s slots behind it.
+        shift = 2 * np.arange(num_stages)[:, None]
+        num_freed = np.searchsorted([slot for slot, _ in backs], begins + shift)
+        most = np.maximum(most, (np.cumsum(taken) - freed[num_freed]).max(axis=1))
+        largest = max(largest, float(taken.max()))
+    return most.tolist(), largest
 
 
 def _slot(entry: tuple[int, Task]) -> int:

@@ -7,6 +7,7 @@ gpipe, grouped-gpipe    N
 1f1b                    min(D - s, N) under policy A, min(2 (D - s) - 1, N) under policy B
 zero-bubble             min(D, N) for H1, min(2 D - 1, N) for H2: warm-up and delayed weight parts together
 gems                    1
+chimera                 counted from the slots of its passes (:func:`.generators.chimera.flights`)
 others                  read off a generated schedule; a long schedule is periodic, so a short one suffices
 ======================  ===================================================================================
 
@@ -17,9 +18,12 @@ delayed, so that stage s keeps the activations of min(s + 1, N) micro-batches un
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from ..generators import chimera
 from ..memory import weight_versions
 from ..planners.inflight import in_flight
 from ..schedule import Kind, Schedule
@@ -74,20 +78,22 @@ def approximate_demand_of(spec: PipelineSchedule) -> MemoryDemand:
     # Workers begin with as many passes through one of their stages as there are stages before the first gradient arrives.
     depth, groups, count = spec.num_workers, spec.groups, spec.num_micro_batches
     behind = [depth - 1 - stage % depth for stage in range(spec.num_stages)]
-    if spec.num_pipelines > 1:
-        flights = [max(1.0, min(depth, count) / spec.num_pipelines)] * depth
-    else:
-        flights = [min((2 * rest + (groups - 1) * depth + 1) / groups, count) for rest in behind]
+    flights = [min((2 * rest + (groups - 1) * depth + 1) / groups, count) for rest in behind]
     stages_of_workers = homes(depth, groups, spec.num_pipelines)
     ones = (1,) * spec.num_stages
     return MemoryDemand(stages_of_workers, tuple(flights), ones, tuple(map(float, ones)))
 
 
 def _known_demand(spec: PipelineSchedule) -> MemoryDemand | None:
-    """The demand of a schedule with a formula; None for others."""
+    """The demand of a schedule that need not be generated for it; None for others.
+
+    Raises:
+        GeneratorError: as of :func:`memory_demand_of`.
+    """
     depth, count, num_stages = spec.num_workers, spec.num_micro_batches, spec.num_stages
-    options = dict(spec.options)
-    flights: list[int] | None = None
+    options: dict[str, Any] = dict(spec.options)
+    flights: Sequence[float] | None = None
+    largest_pass = 1.0
     if spec.name in ("gpipe", "grouped-gpipe"):
         flights = [count] * num_stages
     elif spec.name == "1f1b":
@@ -97,10 +103,12 @@ def _known_demand(spec: PipelineSchedule) -> MemoryDemand | None:
         flights = [min(2 * depth - 1 if options["policy"] == "H2" else depth, count)] * depth
     elif spec.name == "gems":
         flights = [1] * num_stages
+    elif spec.name == "chimera":
+        flights, largest_pass = chimera.flights(depth, _shortened(spec).num_micro_batches, **options)
     if flights is None:
         return None
     stages_of_workers = homes(depth, spec.groups, spec.num_pipelines)
-    running = [1] * num_stages
+    running = [largest_pass] * num_stages
     if spec.name == "zero-bubble":
         running = [min(2 * s + 1 if options["policy"] == "H2" else s + 1, count) for s in range(depth)]
     return MemoryDemand(stages_of_workers, tuple(map(float, flights)), (1,) * num_stages, tuple(map(float, running)))

@@ -58,9 +58,9 @@ _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
 #: Share of the time limit for recipes.
 _SHARE_OF_RECIPES = 0.12
-#: Share of the time limit for the search near the best trial or recipe, and the seconds of processor time that it gets at most, and
-#: before it has lost its patience.
-_SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_PATIENCE_NEAR_S = 0.2, 4.0, 1.5
+#: Share of the time limit for the search near the best trial or recipe, the seconds of processor time that it gets at most, and those
+#: that it gets at least if it finds something.
+_SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_TIME_NEAR_S = 0.2, 4.0, 1.0
 #: Share of the time limit for the early incumbent of the whole space.
 _SHARE_OF_INCUMBENT = 0.1
 #: Share of the time limit for the least sufficient memory, if no plan fits.
@@ -115,7 +115,7 @@ def plan_jointly(
         known = min((plan for plan in (trial, recipe) if plan is not None), key=partial(_cost, job), default=None)
         if known is not None:
             limit_s = min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S)
-            patience = Patience(limit_s, _LEAST_PATIENCE_NEAR_S, job.stop)
+            patience = Patience(limit_s, _LEAST_TIME_NEAR_S, job.stop)
             near = improve_near(explorer, known, options.base.micro_batch is None, patience, job.tell)
     own = start.without_pipeline if start is not None and is_alone else None
     known_s = min((_cost(job, plan) for plan in (trial, near, recipe) if plan is not None), default=math.inf)

@@ -27,10 +27,12 @@ class Patience(Clock):
 
     Args:
         limit_s: Seconds of processor time.
-        least_s: Seconds of processor time before which patience is not lost.
+        least_s: Seconds of processor time before which the clock is over only at its limit.
         stop: A stop that ends the clock early; None for none.
 
     >>> patience = Patience(limit_s=100.0, least_s=10.0)
+    >>> patience.left_s > 90.0  # nothing is known yet
+    True
     >>> patience.renew()  # at once, so that there are about 10 s
     >>> 9.0 < patience.left_s <= 10.0
     True
@@ -38,11 +40,11 @@ class Patience(Clock):
 
     def __init__(self, limit_s: float, least_s: float, stop: Stop | None = None) -> None:
         super().__init__(limit_s, stop)
-        self._least_s = self._patience_s = least_s
+        self._least_s, self._patience_s = least_s, limit_s
 
     def renew(self) -> None:
         """Note that the search has found a better result."""
-        self._patience_s = max(self._least_s, 2 * self._spent_s)
+        self._patience_s = min(self.limit_s, max(self._least_s, 2 * self._spent_s))
 
     @property
     def _spent_s(self) -> float:
@@ -51,4 +53,4 @@ class Patience(Clock):
     @property
     def left_s(self) -> float:
         """Seconds until the clock is over if nothing better is found."""
-        return min(self.limit_s, self._patience_s) - self._spent_s
+        return self._patience_s - self._spent_s
