@@ -58,8 +58,8 @@ _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
 #: Share of the time limit for recipes.
 _SHARE_OF_RECIPES = 0.12
-#: Share of the time limit for the search near the best trial or recipe, the seconds of processor time that it gets at most, and those
-#: that it gets at least if it finds something.
+#: Share of the time limit for the search near the best trial or recipe, the seconds of processor time that it gets at most, and
+#: those that it gets at least if it finds something.
 _SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_TIME_NEAR_S = 0.2, 4.0, 1.0
 #: Share of the time limit for the early incumbent of the whole space.
 _SHARE_OF_INCUMBENT = 0.1
@@ -290,12 +290,7 @@ def _plan_by_search(
             best = cheaper(best, explored.best, job.options.base.objective)
     if best is None:
         job.stop.check()
-        if not explored.is_finished:
-            reason = "; some settings stay undecided: raise memory_limit_bytes"
-            if clock.is_over:
-                reason = f" within {job.time_limit_s:g} s; raise time_limit_s"
-            raise NothingFoundError(f"no plan of {job.graph.name} that fits was found{reason}")
-        raise _infeasible(job, *_least_memory(job, explorer), error)
+        raise _nothing_found(job, explorer, explored, clock, error)
     rivals = [_with_bound_of_space(job, rival, explored) for rival in rivals]
     cost = _cost(job, best)
     lower = min(explored.lower_bound_s, _bound_without_pipeline(unpipelined, error))
@@ -316,6 +311,18 @@ def _plan_by_search(
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
+
+
+def _nothing_found(
+    job: PlanningJob, explorer: Explorer, explored: Explored, clock: Clock, error: UserError | None
+) -> UserError:
+    """The error that says why there is no plan; arguments as those of :func:`_plan_by_search`."""
+    if explored.is_finished:
+        return _infeasible(job, *_least_memory(job, explorer), error)
+    reason = "; some settings stay undecided: raise memory_limit_bytes"
+    if clock.is_over:
+        reason = f" within {job.time_limit_s:g} s; raise time_limit_s"
+    return NothingFoundError(f"no plan of {job.graph.name} that fits was found{reason}")
 
 
 def _plan_families(
