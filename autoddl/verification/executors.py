@@ -42,8 +42,8 @@ class Executor:
         check: Checks that it can execute a fitted plan; raises a `UserError` otherwise.
         run_job, count_job: Jobs of the ranks that execute the plan, and that only count its bytes again.
         compare: Compares the results of the ranks, as `comparing.compare`.
-        num_attempts: How often a plan is run, on new ranks, until no rank crashes.  An nn.Graph crashes now and then (once in
-            some hundred runs of four CPU ranks, by SIGSEGV in OneFlow's threads); a plan that it cannot run crashes every time.
+        num_attempts: How often a plan is run at most, on new ranks, until no rank crashes.  A thread of OneFlow's own was seen to
+            crash in an nn.Graph on CPU ranks, by SIGSEGV, with a plan that runs otherwise.
     """
 
     check: Callable[[FittedPlan], Any]

@@ -84,6 +84,7 @@ def approximate_demand_of(spec: PipelineSchedule) -> MemoryDemand:
     return MemoryDemand(stages_of_workers, tuple(flights), ones, tuple(map(float, ones)))
 
 
+@lru_cache(maxsize=256)
 def _known_demand(spec: PipelineSchedule) -> MemoryDemand | None:
     """The demand of a schedule that need not be generated for it; None for others.
 

@@ -26,8 +26,8 @@ class Patience(Clock):
     """A clock that is also over after as much time without a better result as the search had needed for the last one.
 
     Args:
-        limit_s: Seconds of processor time.
-        least_s: Seconds of processor time before which the clock is over only at its limit.
+        limit_s: Seconds of processor time, at most.
+        least_s: Seconds of processor time, at least.
         stop: A stop that ends the clock early; None for none.
 
     >>> patience = Patience(limit_s=100.0, least_s=10.0)
@@ -40,17 +40,9 @@ class Patience(Clock):
 
     def __init__(self, limit_s: float, least_s: float, stop: Stop | None = None) -> None:
         super().__init__(limit_s, stop)
-        self._least_s, self._patience_s = least_s, limit_s
+        self._most_s, self._least_s = limit_s, least_s
 
     def renew(self) -> None:
         """Note that the search has found a better result."""
-        self._patience_s = min(self.limit_s, max(self._least_s, 2 * self._spent_s))
-
-    @property
-    def _spent_s(self) -> float:
-        return self._timer() - self._begin
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the clock is over if nothing better is found."""
-        return self._patience_s - self._spent_s
+        spent_s = self._timer() - self._begin
+        self.limit_s = min(self._most_s, max(self._least_s, 2 * spent_s))
