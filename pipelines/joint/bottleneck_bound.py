@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .bounds import fill_and_drain, worker_loads
-from .cut_graph import Bound, CutGraph
+from .bounds import Bound, fill_and_drain, worker_loads
+from .cut_graph import CutGraph
 from .cut_regions import bottleneck_cut
 
 __all__ = ["bottleneck_bound"]

@@ -37,6 +37,11 @@ GEMS                                   one micro-batch of each pipeline in fligh
 a lower bound on the steps of all plans within the memory limit.  Recomputation of a whole stage takes at least the sum of its
 layers' forward passes, without redistributions.                                                                              (3)
 
+**Exchange.**  The first and the last stage may share a weight of the model, whose gradient they exchange.  Both take as long as the
+one of them with more bytes b of it, so that for any weights e(0), e(1) >= 0 with a sum of at most the weights of both all-reduces
+
+    (e(0) + e(1)) exchange  >=  e(0) seconds of b(0) bytes  +  e(1) seconds of b(1) bytes                                     (4)
+
 **Bottleneck.**  A cut takes at least the largest of the paths whose mean is (1).  :mod:`.bottleneck_bound` minimises this over all
 cuts.
 
@@ -47,6 +52,7 @@ workers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -56,6 +62,7 @@ from ..stepgraph import Terms
 from .configuration import PipelineSchedule
 
 __all__ = [
+    "Bound",
     "balance_weights",
     "bound_class",
     "estimated_step_weights",
@@ -67,6 +74,28 @@ __all__ = [
     "worker_loads",
     "worker_paths",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A linear lower bound on steps.
+
+    Attributes:
+        weights: One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+        prices: Vectors of prices of a byte on the workers of each stage [s per byte], shape (stages,) each.  Empty: memory is free.
+            With several vectors every arc takes, for each way of recomputation, the vector at which it costs the most; this is
+            valid only if each worker has a single stage.
+        exchange: The weights e(0), e(1) of (4).  None: those of the all-reduces of the first and of the last stage.
+    """
+
+    weights: np.ndarray
+    prices: tuple[np.ndarray, ...] = ()
+    exchange: tuple[float, float] | None = None
+
+    def is_path(self, path: np.ndarray) -> bool:
+        """Return whether the bound consists of this path alone, without prices of memory."""
+        return not self.prices and np.array_equal(self.weights, path)
+
 
 #: Assumed part of the forward pass in the work of a micro-batch.
 _FORWARD_PART = 1 / 3

@@ -1,8 +1,8 @@
 """The cut graph of a setting: a layered graph whose paths are cuts, with lower bounds on the cost of every arc.
 
 An *arc* (s, i, j) is stage s with the units i to j - 1.  A path through one arc of each stage is a cut (:mod:`.cut_regions`).  A
-:class:`Bound` is a linear lower bound on the step: weights of the schedule's terms, and prices of memory (:mod:`.bounds`).  For
-each bound an arc costs at least
+:class:`.bounds.Bound` is a linear lower bound on the step: weights of the schedule's terms, and prices of memory.  For each bound
+an arc costs at least
 
     cost(s, i, j) = least over the ways to run the stage of [ weights . seconds + price (bytes - share of the limit) ]
                     + weight of the transfers over the boundary behind the stage * their least seconds
@@ -11,26 +11,25 @@ The least over the ways to run a stage comes from one of two sources:
 
 -   its *units*: the sum of what each unit adds at least, with free redistributions between units, and inside them unless the bounds
     are tight (:mod:`.unit_bounds`); known for all arcs;
--   its *rows*, after :meth:`CutGraph.load_rows`: the front of the stage's ways to run, as far as it is within the memory limit and
-    within thresholds (:mod:`.stage_search`); expensive, so only for the arcs of single cuts.
+-   its *rows*, once they are loaded (:mod:`.arc_rows`): the front of the stage's ways to run, as far as it is within the memory
+    limit and within thresholds; expensive, so only for the arcs of single cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoddl.costmodel.distribution import RowsAndFeatures
-from autoddl.search.fronts import TooManyError
 
 from ..stepgraph import Terms
-from .block_counts import numbers_of_blocks
 from .boundary import boundary_of
-from .bounds import least_over_cuts, placement_of
+from .bounds import Bound, least_over_cuts, placement_of
 from .configuration import recomputed_inside
 from .cut_regions import impossible_arcs
 from .explorer import Explorer, Setting
@@ -39,47 +38,18 @@ from .meshes import StageMesh
 from .shared_weights import exchange_of
 from .space import SOME_BLOCKS, recomputations_of_stage, ways_of_arcs, ways_of_units
 from .stage_cost import COMPONENTS
-from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, concatenated_fronts
+from .stage_search import Passes, StageDemand, StageFront, StageSearch
 from .unit_runs import UnitRuns, runs_of
 
-__all__ = ["MEMORY_PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
+if TYPE_CHECKING:
+    from .arc_rows import Arc
+
+__all__ = ["MEMORY_PRICES", "CutGraph"]
 
 #: Prices of a byte that bounds try, for a stage of mean weight: as parts of a step per memory limit.
 MEMORY_PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """A linear lower bound on steps.
-
-    Attributes:
-        weights: One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
-        prices: Vectors of prices of a byte on the workers of each stage [s per byte], shape (stages,) each.  Empty: memory is free.
-            With several vectors every arc takes, for each way of recomputation, the vector at which it costs the most; this is
-            valid only if each worker has a single stage.
-    """
-
-    weights: np.ndarray
-    prices: tuple[np.ndarray, ...] = ()
-
-    def is_path(self, path: np.ndarray) -> bool:
-        """Return whether the bound consists of this path alone, without prices of memory."""
-        return not self.prices and np.array_equal(self.weights, path)
-
-
-@dataclass(frozen=True, eq=False)
-class Arc:
-    """The rows of an arc: ways to run one stage of given units.
-
-    Attributes:
-        rows: The rows.
-        entry, exit: Per row the numbers of the layouts in which the stage takes and leaves its tensors (numbers of
-            :meth:`CutGraph.side_layouts`); -1 where the layout does not matter.
-    """
-
-    rows: StageFront
-    entry: np.ndarray
-    exit: np.ndarray
+#: Number of bounds whose costs of all arcs by units are remembered.
+_MAX_KNOWN_ARC_COSTS = 32
 
 
 class CutGraph:
@@ -131,11 +101,13 @@ class CutGraph:
         self._layouts: list[RowsAndFeatures] = []
         self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self.arcs: dict[tuple[int, int, int], Arc] = {}
+        #: The costs of all arcs by units for the latest bounds, if rows are loaded one after the other; else None.
+        self._known_arc_costs: dict[tuple[Bound, bool], list[np.ndarray]] | None = None
 
     def without_rows(self) -> CutGraph:
-        """Return a cut graph of the same setting without loaded rows; it shares layouts and transfers with this one."""
+        """Return a cut graph of the same setting to load rows into; it shares layouts and transfers with this one."""
         graph = copy(self)
-        graph.arcs = {}
+        graph.arcs, graph._known_arc_costs = {}, {}
         return graph
 
     # ------------------------------------------------------------------------------------------- transfers between stages
@@ -261,6 +233,20 @@ class CutGraph:
         vector_weights[..., 5] = price
         return vector_weights
 
+    def _exchange_weights(self, weights: np.ndarray, exchange: tuple[float, float] | None) -> np.ndarray | None:
+        """Return the weight of a byte that each stage exchanges (:class:`.bounds.Bound`), shape (stages,); None if none does."""
+        if not self.exchange[1]:
+            return None
+        ends = weights[self.terms.all_reduce][[0, -1]] if exchange is None else np.array(exchange)
+        of_stages = np.zeros(self.num_stages)
+        of_stages[[0, -1]] = self.exchange[1] * ends
+        return of_stages
+
+    def exchange_weight(self, bound: Bound, stage: int) -> float:
+        """Return the weight of a byte that a stage exchanges in a bound."""
+        weights = self._exchange_weights(bound.weights, bound.exchange)
+        return 0.0 if weights is None else float(weights[stage])
+
     def _kept_in_flight(self, recompute: str) -> np.ndarray:
         """Return the number of micro-batches whose activations each stage keeps at a time; shape (stages,).
 
@@ -289,27 +275,28 @@ class CutGraph:
         unit_price = step_s / self.limit_bytes * busy / (busy.mean() or 1.0)
         return (0.0 * unit_price, *(part * unit_price for part in MEMORY_PRICES))
 
-    def _least_of_units(self, recompute: str, vector_weights: np.ndarray, exchanges: bool = True) -> np.ndarray | None:
+    def _least_of_units(
+        self, recompute: str, vector_weights: np.ndarray, exchange: np.ndarray | None = None
+    ) -> np.ndarray | None:
         """Return the least weighted sum of each unit at each stage.
 
         Args:
             recompute: Way of recomputation of :func:`.space.ways_of_arcs`.
             vector_weights: Shape (..., stages, components).
-            exchanges: Whether the gradients of shared weights are exchanged.
+            exchange: Weight of a byte that each stage exchanges, shape (stages,).  None: the exchange of the gradients of shared
+                weights has no weight.
 
         Returns:
             Shape (..., stages, units); None if some layer has no strategy.
         """
         least = np.empty((*vector_weights.shape[:-1], self.num_units))
-        byte_s = self.exchange[1] if exchanges else 0.0
         for (number, passes), stages in self._equal_stages.items():
             own, units = vector_weights[..., stages, :], self.stage_searches[number].unit_bounds
             rows = own.reshape(-1, own.shape[-1])
+            of_exchange = None if exchange is None else np.broadcast_to(exchange[stages], own.shape[:-1]).ravel()
+            size = passes.replicas, passes.micro_batch, passes.smallest_pass
             ways = ("none", "blocks") if recompute == SOME_BLOCKS else (recomputed_inside(recompute),)
-            by_way = [
-                units.least(way, passes.replicas, passes.micro_batch, passes.smallest_pass, rows, self.is_tight, byte_s)
-                for way in ways
-            ]
+            by_way = [units.least(way, *size, rows, self.is_tight, of_exchange) for way in ways]
             values = [value for value in by_way if value is not None]
             if not values:
                 return None
@@ -331,13 +318,14 @@ class CutGraph:
         """
         terms = self.terms
         crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
+        exchange = self._exchange_weights(bound.weights, bound.exchange)
         prices = np.array([part * threshold / self.limit_bytes if part else 0.0 for part in parts])
         least = np.full((len(prices), self.num_stages, self.num_units), np.inf)
         for recompute in ways_of_arcs(self.recomputations) if any(parts) else self._recomputations_if_memory_is_free:
             vector_weights = np.array(
                 [self._vector_weights(bound.weights, recompute, np.full(self.num_stages, price)) for price in prices]
             )
-            values = self._least_of_units(recompute, vector_weights)
+            values = self._least_of_units(recompute, vector_weights, exchange)
             if values is None:
                 return np.inf
             least = np.minimum(least, values)
@@ -350,19 +338,44 @@ class CutGraph:
         size, devices = self.setting.micro_batch, self.setting.meshes[stage].num_devices
         return np.asarray(size * self.explorer.workload.itemsize / devices * self.explorer.chain.entering_elements[:-1])
 
-    def arc_costs(self, bound: Bound) -> list[np.ndarray]:
+    def arc_costs(self, bound: Bound, has_exchange: bool = True) -> list[np.ndarray]:
         """Return what every arc costs at least in a bound, with the transfers over the boundary behind it.
+
+        Args:
+            bound: The bound.
+            has_exchange: Whether the exchange of gradients counts at the first and at the last stage.
 
         Returns:
             Per stage the costs by first unit and by the unit behind the last one, shape (units + 1, units + 1); infinite for arcs
             that are in no cut, or cannot be run.
         """
+        costs = [cost.copy() for cost in self._arc_costs_by_units(bound, has_exchange)]
+        for (stage, first, stop), arc in self.arcs.items():
+            if np.isfinite(costs[stage][first, stop]):
+                by_rows = self._arc_cost_by_rows(bound, stage, stop, arc, has_exchange)
+                costs[stage][first, stop] = max(costs[stage][first, stop], by_rows)
+        return costs
+
+    def _arc_costs_by_units(self, bound: Bound, has_exchange: bool) -> list[np.ndarray]:
+        """Return :meth:`arc_costs` without loaded rows."""
+        if self._known_arc_costs is None:
+            return self._compute_arc_costs(bound, has_exchange)
+        key = (bound, has_exchange)
+        if key not in self._known_arc_costs:
+            if len(self._known_arc_costs) >= _MAX_KNOWN_ARC_COSTS:
+                del self._known_arc_costs[next(iter(self._known_arc_costs))]
+            self._known_arc_costs[key] = self._compute_arc_costs(bound, has_exchange)
+        return self._known_arc_costs[key]
+
+    def _compute_arc_costs(self, bound: Bound, has_exchange: bool) -> list[np.ndarray]:
+        """Return :meth:`_arc_costs_by_units`."""
         terms, size = self.terms, self.num_units + 1
         prices = bound.prices or (np.zeros(self.num_stages),)
+        exchange = self._exchange_weights(bound.weights, bound.exchange) if has_exchange else None
         is_priced = any(price.any() for price in prices)
         costs = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
         for recompute in ways_of_arcs(self.recomputations) if is_priced else self._recomputations_if_memory_is_free:
-            dearest = self._dearest_arcs(bound.weights, prices, recompute)
+            dearest = self._dearest_arcs(bound.weights, prices, recompute, exchange)
             if dearest is None:
                 return [np.full((size, size), np.inf) for _ in range(self.num_stages)]
             for stage in range(self.num_stages):
@@ -372,18 +385,15 @@ class CutGraph:
             if stage < self.num_stages - 1:
                 costs[stage] += crossing[stage] * self._transfers[stage][None, :]
             costs[stage][self._impossible[stage]] = np.inf
-        for (stage, first, stop), arc in self.arcs.items():
-            if np.isfinite(costs[stage][first, stop]):
-                by_rows = self._arc_cost_by_rows(bound, stage, stop, arc)
-                costs[stage][first, stop] = max(costs[stage][first, stop], by_rows)
         return costs
 
     def _dearest_arcs(
-        self, weights: np.ndarray, prices: Sequence[np.ndarray], recompute: str
+        self, weights: np.ndarray, prices: Sequence[np.ndarray], recompute: str, exchange: np.ndarray | None
     ) -> list[np.ndarray] | None:
         """Return what every arc costs with one way of recomputation, at the vector of prices at which it costs the most.
 
-        Transfers and exchanges are left out.  Costs are negative for stages that need less than their share of memory.
+        Transfers are left out; ``exchange`` is as in :meth:`_least_of_units`.  Costs are negative for stages that need less than
+        their share of memory.
 
         Returns:
             Per stage an array of shape (units + 1, units + 1); None if some layer has no strategy.
@@ -392,7 +402,7 @@ class CutGraph:
         dearest = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
         for price in prices:
             vector_weights = self._vector_weights(weights, recompute, price)
-            least = self._least_of_units(recompute, vector_weights, exchanges=False)
+            least = self._least_of_units(recompute, vector_weights, exchange)
             if least is None:
                 return None
             sums = np.zeros((self.num_stages, size))
@@ -423,19 +433,23 @@ class CutGraph:
         """The runs of equal units, with linear lower bounds on transfers."""
         return runs_of(self.explorer.chain.kinds, self._transfers)
 
-    def cheapest_units(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    def cheapest_units(
+        self, weights: np.ndarray, price: np.ndarray, exchange: tuple[float, float] | None = None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what every unit costs at least at every stage, and a way to run the unit that costs that much.
 
         Args:
             weights: Weights of the terms.
             price: Price of a byte for each stage, shape (..., stages).
+            exchange: Weights of the exchange (:class:`.bounds.Bound`).
 
         Returns:
             The costs, shape (..., stages, units), and the vectors (seconds forward, backward, of recomputation, of all-reduce;
-            bytes), shape (..., stages, units, 5); None if some layer has no strategy.
+            bytes; exchanged bytes), shape (..., stages, units, 6); None if some layer has no strategy.
         """
         costs = np.full((*price.shape, self.num_units), np.inf)
-        vectors = np.zeros((*costs.shape, 5))
+        vectors = np.zeros((*costs.shape, 6))
+        of_exchange = self._exchange_weights(weights, exchange)
         weights_of_ways = {way: self._vector_weights(weights, way, price) for way in ways_of_units(self.recomputations)}
         for (number, passes), stages in self._equal_stages.items():
             shape = price[..., stages].shape
@@ -447,23 +461,26 @@ class CutGraph:
             }
             size = passes.replicas, passes.micro_batch, passes.smallest_pass
             found = self.stage_searches[number].unit_bounds.cheapest_ways(
-                *size, rows, factors, self.is_tight, self.exchange[1]
+                *size, rows, factors, self.is_tight, None if of_exchange is None else of_exchange[of_stage]
             )
             if found is None:
                 return None
             costs[..., stages, :] = found[0].reshape(*shape, self.num_units)
-            vectors[..., stages, :, :] = found[1].reshape(*shape, self.num_units, 5)
+            vectors[..., stages, :, :] = found[1].reshape(*shape, self.num_units, 6)
         return costs, vectors
 
-    def least_of_units(self, weights: np.ndarray, price: np.ndarray) -> np.ndarray | None:
+    def least_of_units(
+        self, weights: np.ndarray, price: np.ndarray, exchange: tuple[float, float] | None = None
+    ) -> np.ndarray | None:
         """Return what every unit costs at least at every stage; arguments as :meth:`cheapest_units`.
 
         Returns:
             Shape (..., stages, units); None if some layer has no strategy.
         """
         least = np.full((*price.shape, self.num_units), np.inf)
+        of_exchange = self._exchange_weights(weights, exchange)
         for recompute in ways_of_units(self.recomputations) if price.any() else self._recomputations_if_memory_is_free:
-            values = self._least_of_units(recompute, self._vector_weights(weights, recompute, price))
+            values = self._least_of_units(recompute, self._vector_weights(weights, recompute, price), of_exchange)
             if values is None:
                 return None
             least = np.minimum(least, values)
@@ -526,14 +543,17 @@ class CutGraph:
 
     # --------------------------------------------------------------------------------------------- bounds of arcs by rows
 
-    def _arc_cost_by_rows(self, bound: Bound, stage: int, stop: int, arc: Arc) -> float:
+    def _arc_cost_by_rows(self, bound: Bound, stage: int, stop: int, arc: Arc, has_exchange: bool) -> float:
         """Return the least cost of an arc's rows in a bound, with the least transfers over the boundary behind it."""
         terms, weights = self.terms, bound.weights
+        costs = self.row_costs(bound, stage, arc)
+        if has_exchange and arc.rows.shared.shape[1]:
+            costs = costs + self.exchange_weight(bound, stage) * arc.rows.shared.sum(axis=1)
         after = 0.0
         if stage < self.num_stages - 1:
             crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
             after = float(crossing * self._transfers[stage, stop])
-        return float(self.row_costs(bound, stage, arc).min(initial=np.inf)) + after
+        return float(costs.min(initial=np.inf)) + after
 
     def stage_work(self, weights: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Return the weighted sum of each stage's terms, without transfers; shape (stages,)."""
@@ -552,48 +572,3 @@ class CutGraph:
             price[stage] * (rows.memory - self.limit_bytes / self._stages_on_worker[stage]) for price in bound.prices
         ]
         return np.asarray(costs + np.max(of_memory, axis=0))
-
-    def load_rows(self, stage: int, first: int, stop: int, wanted: Sequence[RowFilter], has_sides: bool) -> None:
-        """Search the rows of an arc within the memory limit, and store them in :attr:`arcs`.
-
-        Args:
-            stage, first, stop: The arc.
-            wanted: Thresholds that the rows must be within.
-            has_sides: Whether rows of different entry and exit layouts are distinguished.  If not, the arc has fewer rows, and its
-                transfers count as the least.
-
-        Raises:
-            TooManyError: The stage has too many rows.
-        """
-        search, passes, demand = self.stage_searches[stage], self.passes[stage], self.stage_demands[stage]
-        parts: list[StageFront] = []
-        ways = [way for way in self.recomputations_of(stage) if way != SOME_BLOCKS]
-        if len(ways) < len(self.recomputations_of(stage)):
-            ways += numbers_of_blocks(search, first, stop, passes, demand, wanted, self.limit_bytes)
-        for recompute in ways:
-            part = search.rows(
-                first,
-                stop,
-                recompute,
-                passes,
-                demand,
-                wanted,
-                self.limit_bytes,
-                not self.has_one_stage_per_worker,
-                has_sides,
-            )
-            if part is not None and len(part):
-                parts.append(part)
-        rows = concatenated_fronts(parts) if parts else _NO_ROWS
-        any_layout = np.full(len(rows), -1)
-        entry = exit_ = any_layout
-        if parts and has_sides:
-            entry, exit_ = self.side_layouts(rows)
-            if stage == self.num_stages - 1:
-                exit_ = any_layout  # no stage follows
-        self.arcs[stage, first, stop] = Arc(rows, entry, exit_)
-
-
-_NONE = np.zeros(0)
-#: The rows of a stage that cannot be run.
-_NO_ROWS = StageFront(np.zeros((0, 4)), _NONE, _NONE, np.zeros((0, 0)), _NONE, _NONE, ())

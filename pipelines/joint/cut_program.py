@@ -39,7 +39,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .cut_graph import Bound, CutGraph
+from .bounds import Bound
+from .cut_graph import CutGraph
 from .cut_regions import Cut, Region
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class CutProgram:
     def add(self, bound: Bound) -> None:
         """Add a bound, which has one vector of prices at most."""
         price = bound.prices[0] if bound.prices else np.zeros(self.stages)
-        of_units = self.cut_graph.least_of_units(bound.weights, price)
+        of_units = self.cut_graph.least_of_units(bound.weights, price, bound.exchange)
         assert of_units is not None
         row, constant = self.cut_graph.row_of(bound, of_units)
         self.bounds.append(bound)

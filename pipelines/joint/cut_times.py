@@ -1,7 +1,8 @@
 """The times of cuts by their units, with free redistributions, and a local search for a cut of a short step.
 
 Here *vectors* say how each unit is run at each stage: the seconds of its forward pass, backward pass, recomputation and all-reduce,
-and its bytes; shape (stages, units, 5) (:meth:`.cut_graph.CutGraph.cheapest_units`).
+its bytes, and the bytes that it exchanges with another stage; shape (stages, units, 6)
+(:meth:`.cut_graph.CutGraph.cheapest_units`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def times_of_cuts(cut_graph: CutGraph, cuts: Sequence[Cut], vectors: np.ndarray)
         Shape (terms, cuts), terms in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
     """
     terms = cut_graph.terms
-    sums = np.concatenate([np.zeros((cut_graph.num_stages, 1, 5)), np.cumsum(vectors, axis=1)], axis=1)
+    sums = np.concatenate([np.zeros((cut_graph.num_stages, 1, 6)), np.cumsum(vectors, axis=1)], axis=1)
     ends, stages = np.array(cuts), np.arange(cut_graph.num_stages)
     of_stages = sums[stages, ends[:, :, 1]] - sums[stages, ends[:, :, 0]]
     times = np.zeros((terms.count, len(cuts)))
     for number, part in enumerate(terms.of_stages):
         times[part] = of_stages[:, :, number].T
+    times[terms.all_reduce][[0, -1]] += cut_graph.exchange[1] * of_stages[:, [0, -1], 5].max(axis=1)
     for boundary in stages[1:] - 1:
         transfer = cut_graph.least_transfers_at(boundary)[ends[:, boundary, 1]]
         times[terms.transfer_forward.start + boundary] = transfer
@@ -66,6 +68,7 @@ def times_of_even_cut(cut_graph: CutGraph, vectors: np.ndarray) -> tuple[np.ndar
     times = np.zeros(terms.count)
     for number, part in enumerate(terms.of_stages):
         times[part] = of_stages[:, number]
+    times[terms.all_reduce][[0, -1]] += cut_graph.exchange[1] * of_stages[[0, -1], 5].max()
     boundaries = np.clip(np.round(ends[1:-1]).astype(int), 1, cut_graph.num_units - 1)
     crossing = [cut_graph.least_transfer(boundary, unit) for boundary, unit in enumerate(boundaries.tolist())]
     times[terms.transfer_forward] = times[terms.transfer_backward] = crossing

@@ -13,8 +13,7 @@ import numpy as np
 
 from autoddl.costmodel.strategy import Strategy
 
-from .bounds import worker_loads
-from .cut_graph import Bound
+from .bounds import Bound, worker_loads
 from .cut_regions import Cut, bottleneck_cut, cut_at
 from .cut_times import MAX_NODES, locally_improved, times_of_cuts
 from .evaluation import Evaluation

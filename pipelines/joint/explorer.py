@@ -31,7 +31,7 @@ from ..schedule import Schedule
 from ..stepgraph import StepGraph
 from ..tasktable import tabulate
 from .boundary import least_crossing_s
-from .bounds import homes, placement_of
+from .bounds import Bound, homes, placement_of
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, recomputed_inside, widths_of
 from .evaluation import Evaluation, evaluate
 from .memory_demand import MemoryDemand, memory_demand_of
@@ -106,18 +106,17 @@ class ScheduleGraph:
         graph: The step graph; None for asynchronous schedules, whose period is not a longest path.
         is_rough: Whether the graph misses the waiting of workers for each other while a schedule repeats.
         paths: Per path, how often it passes through each term (:class:`autoddl.pipelines.stepgraph.Terms`); the latest path first.
-        bounds: The best linear bounds of settings: weights of the terms, and the price of a byte on the workers of each stage; the
-            latest first.
+        bounds: The best linear bounds of settings, each with one vector of prices; the latest first.
     """
 
     graph: StepGraph | PumpedGraph | None
     is_rough: bool = False
     paths: list[np.ndarray] = field(default_factory=list)
-    bounds: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    bounds: list[Bound] = field(default_factory=list)
 
-    def remember_bound(self, weights: np.ndarray, price: np.ndarray) -> None:
+    def remember_bound(self, bound: Bound) -> None:
         """Keep the best bound of a setting for other settings with this schedule."""
-        self.bounds.insert(0, (weights, price))
+        self.bounds.insert(0, bound)
         del self.bounds[_MAX_BOUNDS:]
 
     def remember(self, path: np.ndarray) -> None:

@@ -22,10 +22,10 @@ from autoddl.costmodel.stopping import Deadline
 from ..generators import GeneratorError
 from ..stepgraph import Terms
 from .bottleneck_bound import bottleneck_bound
-from .bounds import balance_weights, estimated_step_weights, least_over_cuts
+from .bounds import Bound, balance_weights, estimated_step_weights, least_over_cuts
 from .capacity_bound import capacity_bound
 from .configuration import PipelineSchedule, recomputed_inside
-from .cut_graph import MEMORY_PRICES, Bound, CutGraph
+from .cut_graph import MEMORY_PRICES, CutGraph
 from .explorer import Explorer, Setting
 from .memory_demand import approximate_demand_of
 from .meshes import StageMesh

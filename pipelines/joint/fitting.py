@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -67,7 +66,6 @@ def fitting_rows(
             if row is None:
                 return None
             candidates[stage] = concatenated_fronts([candidates[stage], row])
-    candidates = [_with_exchange(cut_graph, rows) for rows in candidates]
     selection = _RowSelection(cut_graph, cut, candidates, weights)
     if not selection.fit():
         return None
@@ -78,16 +76,6 @@ def fitting_rows(
         selection.solve(*together)
         times = selection.times()
     return [rows.only(np.array([row])) for rows, row in zip(candidates, selection.rows)], times
-
-
-def _with_exchange(cut_graph: CutGraph, rows: StageFront) -> StageFront:
-    """Return rows whose all-reduce includes the exchange of the gradients of weights that the stage shares with another one."""
-    if not rows.shared.shape[1]:
-        return rows
-    latency_s, byte_s = cut_graph.exchange
-    times = rows.times.copy()
-    times[:, 3] += latency_s + byte_s * rows.shared.sum(axis=1)
-    return replace(rows, times=times)
 
 
 def _cheapest_row(
@@ -171,7 +159,15 @@ class _RowSelection:
         for worker, held in enumerate(self.stages_of_worker):
             for stage in held:
                 self.workers_of_stage[stage].append(worker)
-        self.costs = [rows.times @ own for rows, own in zip(candidates, weights)]
+        #: Per stage the seconds in which its rows exchange the gradients of weights that the first and the last stage share, by
+        #: their own bytes; the exchange takes both stages as long as the one of them with more bytes.
+        self.exchanges = [np.zeros(len(rows)) for rows in candidates]
+        latency_s, byte_s = cut_graph.exchange
+        for stage in (0, len(candidates) - 1) if byte_s else ():
+            self.exchanges[stage] = latency_s + byte_s * candidates[stage].shared.sum(axis=1)
+        self.costs = [
+            rows.times @ own + own[3] * exchange for rows, own, exchange in zip(candidates, weights, self.exchanges)
+        ]
         #: Per stage the undominated rows, and the index of the current one among them.
         self.ladders = [self._ladder(rows, cost) for rows, cost in zip(candidates, self.costs)]
         self.rungs = [0] * len(candidates)
@@ -215,9 +211,14 @@ class _RowSelection:
 
     def _set_times(self, times: np.ndarray, stage: int, row: int) -> None:
         """Set the times of a stage's terms to those of a row, with the transfers at both sides."""
-        terms = self.cut_graph.terms
+        terms, last = self.cut_graph.terms, len(self.candidates) - 1
         for part, value in zip(terms.of_stages, self.candidates[stage].times[row]):
             times[part.start + stage] = value
+        if stage in (0, last):
+            ends = {0: self.rows[0], last: self.rows[last], stage: row}
+            exchange = max(self.exchanges[end][number] for end, number in ends.items())
+            for end, number in ends.items():
+                times[terms.all_reduce.start + end] = self.candidates[end].times[number, 3] + exchange
         crossings = []
         if stage:
             crossings.append((stage - 1, self.sides[stage - 1][1][self.rows[stage - 1]], self.sides[stage][0][row]))
@@ -264,7 +265,9 @@ class _RowSelection:
             self.rows = list(rows)
             return self.times()
 
-        figures = [(rows.times, rows.memory, rows.buffer) for rows in self.candidates]
+        figures = [
+            (rows.times, rows.memory, rows.buffer, exchange) for rows, exchange in zip(self.candidates, self.exchanges)
+        ]
         parts = self.cut_graph.terms.of_stages
         self.rows = select_rows(
             figures, self.stages_of_worker, self.limit_bytes, self.rows, times_of, longest, parts, known_paths

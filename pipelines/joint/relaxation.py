@@ -1,12 +1,14 @@
 """The linear relaxation of a setting: the best fractional cut, whose units may be divided between stages and ways to run them.
 
 A *column* c is a way to run one unit of a run r(c) (equal units that follow each other) at a stage s(c): the seconds t(c, k) of its
-forward pass, backward pass, recomputation and all-reduce (k = 1, ..., 4), and the bytes m(c) that it needs.  The variable x(c) >= 0
-is the number of units that are run so; it may be fractional.  A path P of the schedule passes term k of stage s n(P, s, k) times.
-With the step theta, the program is
+forward pass, backward pass, recomputation and all-reduce (k = 1, ..., 4), the bytes m(c) that it needs, and the seconds e(c) to
+exchange its part of the gradients that the first and the last stage share.  The variable x(c) >= 0 is the number of units that are
+run so; it may be fractional.  A path P of the schedule passes term k of stage s n(P, s, k) times, and the exchange n(P) times, as
+often as both stages' all-reduces.  With the step theta and the seconds g of the exchange, the program is
 
     minimise  theta  subject to                                                                                      dual value
-        sum over c, k of n(P, s(c), k) t(c, k) x(c)  +  transfers of P  <=  theta       for every path P             share of P
+        sum over c, k of n(P, s(c), k) t(c, k) x(c)  +  n(P) g  +  transfers  <=  theta for every path P             share of P
+        sum over the columns of stage s of e(c) x(c)  <=  g                             for the first and last s     its weight
         sum over the columns of run r of x(c)  =  units of r                            for every run r
         sum over the columns of stage s of x(c)  >=  1                                  for every stage s
         sum over the columns of stages 0 to b of x(c)  within its range                 for every boundary b
@@ -26,12 +28,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..stepgraph import Terms
 from .unit_runs import UnitRuns
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 __all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
 
@@ -53,6 +58,8 @@ class Relaxed:
         step_s: The optimum: the longest of the known paths at the best fractional cut, for the known columns.
         shares: Weight of each path in the mean, shape (paths,); the sum is 1.
         price: Price of a byte on the workers of each stage [s per byte], shape (stages,).
+        exchange: Weights of the exchange, counted by the bytes of the first and of the last stage (:class:`.bounds.Bound`); None if
+            they exchange nothing.
         times: Seconds of each term at the best fractional cut, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
         boundaries: Number of units before each boundary at the best fractional cut, shape (stages - 1,).
     """
@@ -60,6 +67,7 @@ class Relaxed:
     step_s: float
     shares: np.ndarray
     price: np.ndarray
+    exchange: tuple[float, float] | None
     times: np.ndarray
     boundaries: np.ndarray
 
@@ -73,15 +81,21 @@ class Relaxation:
         limit_bytes: Memory limit of a device [bytes].
         fixed_times: Seconds of every term beside what units and transfers take, in the order of
             :class:`autoddl.pipelines.stepgraph.Terms`.
+        byte_s: Seconds to exchange a byte of the gradients that the first and the last stage share; 0 if they share none.
     """
 
     def __init__(
-        self, runs: UnitRuns, homes: Sequence[Sequence[int]], limit_bytes: float, fixed_times: np.ndarray | float = 0.0
+        self,
+        runs: UnitRuns,
+        homes: Sequence[Sequence[int]],
+        limit_bytes: float,
+        fixed_times: np.ndarray | float = 0.0,
+        byte_s: float = 0.0,
     ):
         self.num_stages, self.num_units = len(runs.base) + 1, int(runs.sizes.sum())
         self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
         self.terms = Terms(self.num_stages)
-        self.limit_bytes, self.fixed_times = limit_bytes, fixed_times
+        self.limit_bytes, self.fixed_times, self.byte_s = limit_bytes, fixed_times, byte_s
         stage_sets = sorted({tuple(sorted(stages)) for stages in homes})
         #: How often a worker holds each stage; workers of equal stages count once.  Shape (workers, stages).
         self._holds = np.zeros((len(stage_sets), self.num_stages))
@@ -91,7 +105,8 @@ class Relaxation:
         self._paths = np.zeros((0, self.terms.count))
         #: Per path the number of the latest solution in which it had a share.
         self._path_last_used = np.zeros(0, dtype=np.intp)
-        #: Per column its stage, its run, the number of the latest solution that used it, and its vector (t(c, .), m(c)).
+        #: Per column its stage, its run, the number of the latest solution that used it, and its vector (t(c, .), m(c), exchanged
+        #: bytes).
         self.drop_columns()
 
     # ------------------------------------------------------------------------------------------------- paths and columns
@@ -119,13 +134,14 @@ class Relaxation:
     def drop_columns(self) -> None:
         """Drop all columns."""
         self._stage = self._run = self._column_last_used = np.zeros(0, dtype=np.intp)
-        self._vectors = np.zeros((0, 5))
+        self._vectors = np.zeros((0, 6))
 
     def add_columns(self, vectors: np.ndarray, reduced_costs: np.ndarray | None = None) -> bool:
         """Add a way to run a unit of every run at every stage.
 
         Args:
-            vectors: Seconds forward, backward, of recomputation and of all-reduce, and bytes; shape (stages, runs, 5).
+            vectors: Seconds forward, backward, of recomputation and of all-reduce, bytes, and exchanged bytes; shape (stages, runs,
+                6).
             reduced_costs: Shape (stages, runs); columns are added only where it is negative.  By default all are added.
 
         Returns:
@@ -168,39 +184,84 @@ class Relaxation:
         Raises:
             UnsolvedError: The solver had numerical difficulties.
         """
+        stages, count = self.num_stages, len(self._stage)
+        of_paths, crossing, constants = self._path_rows()
+        scale = max(float(of_paths.max(initial=0.0)), 1e-30)
+        of_stages = self._stage[None] == np.arange(stages)[:, None]
+        restricted = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
+        before = np.cumsum(of_stages, axis=0)[restricted].astype(float)
+        ends = [0, stages - 1] if self.byte_s else []
+        counts = self._paths[:, self.terms.all_reduce][:, ends].sum(axis=1)
+        # The inequalities: coefficients of the columns, of the exchange and of theta, and the largest values.
+        rows = [
+            (of_paths / scale, counts, -1.0, -constants / scale),
+            (-1.0 * of_stages, 0.0, 0.0, np.full(stages, -1.0)),
+            (before, 0.0, 0.0, np.array([ranges[b][1] for b in restricted])),
+            (-before, 0.0, 0.0, np.array([-ranges[b][0] for b in restricted])),
+            (self._holds[:, self._stage] * self._vectors[:, 4] / self.limit_bytes, 0.0, 0.0, np.ones(len(self._holds))),
+            (of_stages[ends] * self._exchange_seconds / scale, -1.0, 0.0, np.zeros(len(ends))),
+        ]
+        solution = self._solved(rows, bool(ends), self.runs.possible_in(ranges)[self._stage, self._run])
+        if solution is None:
+            return None
+        self._num_solved += 1
+        # The shares of paths and the prices of bytes, normalised so that the shares sum to 1.
+        sizes = [len(coefficients) for coefficients, *_ in rows]
+        duals = np.split(-solution.ineqlin.marginals, np.cumsum(sizes)[:-1])
+        shares, at_stages, at_high, at_low, of_memory, of_exchanges = duals
+        shares = np.maximum(shares, 0.0)
+        total = float(shares.sum()) or 1.0
+        self._path_last_used[shares > 0] = self._num_solved
+        amounts = solution.x[:count]
+        self._column_last_used[amounts > 0] = self._num_solved
+        prices = np.maximum(of_memory, 0.0) * scale / self.limit_bytes / total
+        # The dual value of a unit at a stage: of its run, of its stage, and of the restricted boundaries behind the stage.
+        values = np.zeros((stages, len(self.sizes))) + solution.eqlin.marginals[None] + at_stages[:, None]
+        for b, value in zip(restricted, (at_low - at_high).tolist()):
+            values[: b + 1] += value
+        self._unit_values = values * scale / total - np.einsum("p,psr->sr", shares / total, crossing)
+        return Relaxed(
+            step_s=float(solution.x[-1]) * scale,
+            shares=shares / total,
+            price=prices @ self._holds,
+            exchange=self._exchange_weights(np.maximum(of_exchanges, 0.0) / total, float(counts @ shares) / total),
+            times=self._times(amounts),
+            boundaries=np.cumsum(of_stages @ amounts)[:-1],
+        )
+
+    def _solved(
+        self, rows: Sequence[tuple[np.ndarray, Any, float, Any]], has_exchange: bool, is_possible: np.ndarray
+    ) -> OptimizeResult | None:
+        """Return the solution of the program; None if there is none.
+
+        Args:
+            rows: The inequalities in groups: the coefficients of the columns, of the seconds of the exchange and of theta, and the
+                largest values.
+            has_exchange: Whether the seconds of the exchange are a variable.
+            is_possible: Whether each column may be used.
+
+        Raises:
+            UnsolvedError: The solver had numerical difficulties.
+        """
         # Imported here because loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import linprog
         from scipy.sparse import csr_matrix
 
-        stages, count = self.num_stages, len(self._stage)
-        of_paths, crossing, constants = self._path_rows()
-        scale = max(float(of_paths.max(initial=0.0)), 1e-30)
-        # The rows of stages, of boundaries that are restricted by the ranges, and of workers' memory.
-        of_stages = self._stage[None] == np.arange(stages)[:, None]
-        restricted = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
-        before = np.cumsum(of_stages, axis=0)[restricted].astype(float)
-        memory = self._holds[:, self._stage] * self._vectors[:, 4] / self.limit_bytes
-        rows = np.vstack([of_paths / scale, -1.0 * of_stages, before, -before, memory])
-        upper = np.concatenate(
-            [
-                -constants / scale,
-                np.full(stages, -1.0),
-                [ranges[b][1] for b in restricted],
-                [-ranges[b][0] for b in restricted],
-                np.ones(len(memory)),
-            ]
-        )
-        theta = np.zeros((len(rows), 1))
-        theta[: len(of_paths)] = -1.0
-        is_possible = self.runs.possible_in(ranges)[self._stage, self._run]
+        num_others = 2 if has_exchange else 1
+        parts = []
+        for coefficients, of_exchange, of_theta, _ in rows:
+            others = np.zeros((len(coefficients), num_others))
+            others[:, 0], others[:, -1] = of_exchange if has_exchange else 0.0, of_theta
+            parts.append(np.hstack([coefficients, others]))
         of_runs = (self._run[None] == np.arange(len(self.sizes))[:, None]).astype(float)
+        most = np.append(np.where(is_possible, np.inf, 0.0), [np.inf] * num_others)
         program: dict[str, Any] = dict(
-            c=np.append(np.zeros(count), 1.0),
-            A_ub=csr_matrix(np.hstack([rows, theta])),
-            b_ub=upper,
-            A_eq=csr_matrix(np.hstack([of_runs, np.zeros((len(of_runs), 1))])),
+            c=np.append(np.zeros(len(most) - 1), 1.0),
+            A_ub=csr_matrix(np.vstack(parts)),
+            b_ub=np.concatenate([upper for *_, upper in rows]),
+            A_eq=csr_matrix(np.hstack([of_runs, np.zeros((len(of_runs), num_others))])),
             b_eq=self.sizes.astype(float),
-            bounds=np.column_stack([np.zeros(count + 1), np.append(np.where(is_possible, np.inf, 0.0), np.inf)]),
+            bounds=np.column_stack([np.zeros(len(most)), most]),
         )
         solution = linprog(**program, method="highs-ds")
         if solution.status not in (0, _INFEASIBLE):
@@ -210,29 +271,7 @@ class Relaxation:
             return None
         if solution.status != 0:
             raise UnsolvedError(solution.message)
-        self._num_solved += 1
-        # The shares of paths and the prices of bytes, normalised so that the shares sum to 1.
-        duals = -solution.ineqlin.marginals
-        shares = np.maximum(duals[: len(of_paths)], 0.0)
-        total = float(shares.sum()) or 1.0
-        self._path_last_used[shares > 0] = self._num_solved
-        amounts = solution.x[:count]
-        self._column_last_used[amounts > 0] = self._num_solved
-        prices = np.maximum(duals[len(duals) - len(memory) :], 0.0) * scale / self.limit_bytes / total
-        # The dual value of a unit at a stage: of its run, of its stage, and of the restricted boundaries behind the stage.
-        values = np.zeros((stages, len(self.sizes))) + solution.eqlin.marginals[None]
-        values += duals[len(of_paths) : len(of_paths) + stages, None]
-        of_ranges = duals[len(of_paths) + stages : len(of_paths) + stages + 2 * len(restricted)].reshape(2, -1)
-        for b, at_high, at_low in zip(restricted, *of_ranges.tolist()):
-            values[: b + 1] += at_low - at_high
-        self._unit_values = values * scale / total - np.einsum("p,psr->sr", shares / total, crossing)
-        return Relaxed(
-            step_s=float(solution.x[-1]) * scale,
-            shares=shares / total,
-            price=prices @ self._holds,
-            times=self._times(amounts),
-            boundaries=np.cumsum(of_stages @ amounts)[:-1],
-        )
+        return solution
 
     def _path_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
         """Return the coefficients of the program's rows of paths.
@@ -249,6 +288,19 @@ class Relaxation:
         fixed = (self._paths * self.fixed_times).sum(axis=1)
         return of_columns + crossing[:, self._stage, self._run], crossing, constants + fixed
 
+    @property
+    def _exchange_seconds(self) -> np.ndarray:
+        """The seconds e(c) of every column."""
+        return np.asarray(self.byte_s * self._vectors[:, 5])
+
+    @staticmethod
+    def _exchange_weights(duals: np.ndarray, most: float) -> tuple[float, float] | None:
+        """The weights of the exchange by their dual values, without the excess by rounding errors of their sum over ``most``."""
+        if not len(duals):
+            return None
+        first, last = (duals * min(1.0, most / max(float(duals.sum()), 1e-300))).tolist()
+        return first, last
+
     def reduced_costs(self, costs: np.ndarray) -> np.ndarray:
         """Return the reduced costs of ways to run units at the latest solution; a negative one shortens the step.
 
@@ -263,9 +315,10 @@ class Relaxation:
     def _times(self, amounts: np.ndarray) -> np.ndarray:
         """Return the seconds of each term if ``amounts`` of units are run as each column."""
         terms, times = self.terms, np.zeros(self.terms.count)
-        parts = terms.of_stages
-        for number, part in enumerate(parts):
+        for number, part in enumerate(terms.of_stages):
             times[part] = np.bincount(self._stage, amounts * self._vectors[:, number], self.num_stages)
+        exchanges = np.bincount(self._stage, amounts * self._exchange_seconds, self.num_stages)[[0, -1]]
+        times[terms.all_reduce][[0, -1]] += exchanges.max()
         units = np.zeros((self.num_stages, len(self.sizes)))
         np.add.at(units, (self._stage, self._run), amounts)
         before = np.cumsum(units, axis=0)[:-1]

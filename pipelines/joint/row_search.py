@@ -23,24 +23,30 @@ Three rules keep the search small:
 -   *Order.*  :meth:`RowSearch.find` goes depth first, the extension of the least bound first.  If this finds no selection within
     some hundred states, an integer program decides (:mod:`.selection_program`).  It keeps to constraints up to a tolerance, so
     selections that it finds are added up again.  If one after the other turns out not to be below the threshold, as plans that
-    are as good as the incumbent do, the search goes breadth first: it extends all states of a stage together, and drops dominated
-    ones.
+    are as good as the incumbent do, or if the program takes long, the threshold is lowered by :data:`MARGIN`.  If that happens
+    again, the search goes breadth first: it extends all states of a stage together, and drops dominated ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 
-from .cut_graph import Bound, CutGraph
+from .bounds import Bound
+from .cut_graph import CutGraph
 from .cut_regions import Region
 from .row_states import Extensions, FailedStates, States, groups_of
 from .selection_program import Crossing, SelectionProgram, SharedSeconds
 from .shared_weights import SharedWeight, TiesError, shared_weights
 
-__all__ = ["RowSearch", "Selection", "TooManyStatesError"]
+__all__ = ["MARGIN", "RowSearch", "Selection", "TooManyStatesError"]
+
+#: Part by which the threshold is lowered if many selections are as good as the incumbent: a better plan may be missed if it is
+#: better by less.
+MARGIN = 1e-6
 
 #: Largest number of states of one stage in the breadth-first search.
 _MAX_STATES = 300_000
@@ -48,6 +54,10 @@ _MAX_STATES = 300_000
 _MAX_DEPTH_FIRST = 300
 #: Number of selections of the integer program that turn out not to be below the threshold before the breadth-first search begins.
 _MAX_CLOSE = 20
+#: The same number, and seconds of a program, before the threshold is lowered by the margin.
+_MAX_CLOSE_AT_FIRST, _FIRST_PROGRAM_S = 3, 1.0
+#: Largest number of transfers over one boundary that are computed together.
+_MAX_CROSSINGS = 400
 #: Number of extensions that the breadth-first search computes at once.
 _CHUNK = 1 << 17
 
@@ -92,6 +102,8 @@ class RowSearch:
         self._num_pruned, self._pruned_threshold = 0, math.nan
         #: Least value of the stages from each one on, by their first unit; shape (stages + 1, units + 1, bounds).
         self._remaining = np.zeros(0)
+        #: Whether the threshold was lowered by the margin.
+        self._has_margin = False
         #: Number of states that the depth-first search has visited.
         self._num_visited = 0
         self._extensions: dict[tuple[int, int], Extensions] = {}
@@ -192,11 +204,38 @@ class RowSearch:
             return selection[::-1] if self._depth_first(0, 0, -1, sums, selection) else None
         except TooManyStatesError:
             pass
+        if not self._has_margin:
+            try:
+                return self._by_program(_MAX_CLOSE_AT_FIRST, min(_FIRST_PROGRAM_S, self.left_s()))
+            except (TooManyStatesError, TimeoutError):
+                self._has_margin = True
+                self.lower(self.threshold)
+        try:
+            return self._by_program(_MAX_CLOSE, self.left_s())
+        except TooManyStatesError:
+            return self._breadth_first(sums)
+
+    def lower(self, threshold: float) -> None:
+        """Lower the threshold to a value, or below it by the margin."""
+        self.threshold = min(self.threshold, threshold * (1 - MARGIN * self._has_margin))
+
+    def _by_program(self, most: int, seconds: float) -> Selection | None:
+        """Return a selection that the integer program finds; None if there is none.
+
+        Args:
+            most: Largest number of selections that turn out not to be below the threshold.
+            seconds: Time limit of each program.
+
+        Raises:
+            TooManyStatesError: So many selections are not below the threshold.
+            TimeoutError, UnsettledError: As of :meth:`find`.
+        """
         ends = [0, *(first for first, _ in self.region.ranges), self.cut_graph.num_units]
+        sums = np.zeros(len(self.bounds) + self._num_other_columns)
         program = self._selection_program(ends)
-        for _ in range(_MAX_CLOSE):
+        for _ in range(most):
             self.check()
-            rows = program.find(self.left_s())
+            rows = program.find(seconds)
             if rows is None:
                 return None
             if self._is_below(rows, ends, sums):
@@ -205,7 +244,7 @@ class RowSearch:
                     for stage, (unit, stop, row) in enumerate(zip(ends, ends[1:], rows))
                 ]
             program.exclude(rows)
-        return self._breadth_first(sums)
+        raise TooManyStatesError
 
     def _depth_first(self, stage: int, unit: int, layout: int, sums: np.ndarray, selection: Selection) -> bool:
         """Return whether a state has a selection; if so, append its stages to ``selection``, the last one first."""
@@ -426,7 +465,7 @@ class RowSearch:
             return Extensions(
                 stop=np.array([stop]),
                 row=np.array([-1]),
-                costs=np.array([[costs[stage][unit, stop] for costs in self._costs]]),
+                costs=np.array([self._costs_without_exchange(stage, unit, stop)]),
                 memory=none,
                 buffer=none,
                 shared=np.zeros((1, self._num_shared(stage))),
@@ -456,6 +495,13 @@ class RowSearch:
         )
 
     # ----------------------------------------------------------------------------------------------------- shared weights
+
+    def _costs_without_exchange(self, stage: int, unit: int, stop: int) -> list[float]:
+        """Return what an arc costs in every bound without the exchange, which counts when the later stage is known."""
+        if not self._num_shared(stage):
+            return [float(costs[stage][unit, stop]) for costs in self._costs]
+        plain = (self.cut_graph.arc_costs(bound, has_exchange=False) for bound in self.bounds)
+        return [float(costs[stage][unit, stop]) for costs in plain]
 
     def _add_shared_weights(self, stage: int, extensions: Extensions, extension: np.ndarray, sums: np.ndarray) -> None:
         """Update the sums of extended states for the shared weights of a stage.
@@ -528,10 +574,14 @@ class RowSearch:
         return times, is_exact
 
     def price_crossings(self, selection: Selection) -> None:
-        """Compute the transfers between the layouts of a selection, for later searches."""
-        for (stage, first, stop, row), (_, next_first, next_stop, next_row) in zip(selection, selection[1:]):
-            source = int(self.cut_graph.arcs[stage, first, stop].exit[row])
-            target = int(self.cut_graph.arcs[stage + 1, next_first, next_stop].entry[next_row])
-            if source >= 0 and target >= 0:  # both rows have layouts
-                self.cut_graph.crossing(stage, next_first, source, target)
+        """Compute the transfers between the layouts of a selection for later searches, and those between all layouts of its arcs
+        if they are not too many."""
+        arcs = [self.cut_graph.arcs[stage, first, stop] for stage, first, stop, _ in selection]
+        for (stage, _, unit, row), (*_, next_row), before, behind in zip(selection, selection[1:], arcs, arcs[1:]):
+            sources, targets = set(before.exit.tolist()), set(behind.entry.tolist())
+            if len(sources) * len(targets) > _MAX_CROSSINGS:
+                sources, targets = {int(before.exit[row])}, {int(behind.entry[next_row])}
+            for source, target in product(sorted(sources), sorted(targets)):
+                if source >= 0 and target >= 0:  # both sides have layouts
+                    self.cut_graph.crossing(stage, unit, source, target)
         self._failed.clear()

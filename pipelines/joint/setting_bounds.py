@@ -6,9 +6,10 @@ bytes beyond the limit have prices mu(w) >= 0:
 
     bound(t)  =  sum over P, k of lambda(P) n(P, k) t(k)  +  sum over w of mu(w) (bytes(w) - limit)
 
-is at most step(t) for every plan that fits.  A linear bound is a sum over stages.  With free redistributions it is a sum over
-units, so that dynamic programming finds its least value over all cuts and all ways to run units.  There are many paths, but only
-few matter.  They are found as they are needed: the longest path at some times t is the bound that is exact at t.
+is at most step(t) for every plan that fits.  The exchange of gradients by the first and the last stage counts by the bytes of both,
+with weights of the program.  A linear bound is a sum over stages.  With free redistributions it is a sum over units, so that
+dynamic programming finds its least value over all cuts and all ways to run units.  There are many paths, but only few matter.
+They are found as they are needed: the longest path at some times t is the bound that is exact at t.
 
 The linear program of :mod:`.relaxation` finds the shares and prices whose bound is best.  It generates paths (cutting planes) and
 ways to run units (columns) until the bound reaches the threshold or rises no more:
@@ -34,8 +35,8 @@ from autoddl.costmodel.stopping import Deadline
 
 from ..pumping import PumpedGraph
 from ..stepgraph import StepGraph
-from .bounds import balance_weights, worker_loads, worker_paths
-from .cut_graph import Bound, CutGraph
+from .bounds import Bound, balance_weights, worker_loads, worker_paths
+from .cut_graph import CutGraph
 from .cut_regions import Cut, Region, cheapest_cut
 from .cut_times import times_of_even_cut
 from .explorer import Explorer, Setting
@@ -67,8 +68,8 @@ class RegionBound:
         least_s: No plan with a cut of the region is below it; infinite if the region has no plan.
         bound: The mean of paths, with prices of memory.
         boundaries: Boundaries of the best fractional cut, in units; shape (stages - 1,).
-        vectors: The cheapest way to run each unit at the bound: seconds forward, backward, of recomputation and of all-reduce, and
-            bytes; shape (stages, units, 5).
+        vectors: The cheapest way to run each unit at the bound (:meth:`.cut_graph.CutGraph.cheapest_units`); shape (stages, units,
+            6).
         fractional_s: The least step of a fractional cut that was met.
         is_cut_short: Whether the deadline ended the search for a better bound.
     """
@@ -108,7 +109,11 @@ class SettingBounds:
         self.cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
         stages_of_workers = [[stage for _, stage in held] for held in demand.homes]
         self.relaxation = Relaxation(
-            self.cut_graph.runs, stages_of_workers, self.cut_graph.limit_bytes, self.cut_graph.fixed_times
+            self.cut_graph.runs,
+            stages_of_workers,
+            self.cut_graph.limit_bytes,
+            self.cut_graph.fixed_times,
+            self.cut_graph.exchange[1],
         )
         self.even_times: np.ndarray | None = None
         self.deadline, self.is_quick = Deadline(), False
@@ -203,9 +208,8 @@ class SettingBounds:
     def is_settled_by_known_bounds(self) -> bool:
         """Return whether the best bound of another setting of the schedule settles this one, which is cheap to find out."""
         whole = self.whole_region
-        for weights, price in self.schedule_graph.bounds:
-            bound = Bound(weights, (price,))
-            costs = self.cut_graph.least_of_units(weights, price)
+        for bound in self.schedule_graph.bounds:
+            costs = self.cut_graph.least_of_units(bound.weights, bound.prices[0], bound.exchange)
             if costs is None or self.incumbent.is_reached_by(
                 self.cut_graph.least_in_region(bound, costs, whole.ranges)
             ):
@@ -215,7 +219,15 @@ class SettingBounds:
     def remember(self, region_bound: RegionBound) -> None:
         """Keep a bound for other settings of the schedule."""
         if region_bound.bound.prices:
-            self.schedule_graph.remember_bound(region_bound.bound.weights, region_bound.bound.prices[0])
+            self.schedule_graph.remember_bound(region_bound.bound)
+
+    def of_path(self, path: np.ndarray, mean: Bound) -> Bound:
+        """Return the bound of a path alone, whose exchange counts by the bytes of both stages in the same ratio as in a mean."""
+        first, last = mean.exchange or (0.0, 0.0)
+        if not first + last:
+            return Bound(path)
+        count = float(path[self.cut_graph.terms.all_reduce][[0, -1]].sum()) / (first + last)
+        return Bound(path, exchange=(count * first, count * last))
 
     def of_region(self, region: Region, max_rounds: int) -> RegionBound:
         """Return the best linear bound over the cuts of a region: it settles the region, rises no more, or the time is over.
@@ -280,8 +292,8 @@ class SettingBounds:
                 raise UnsettledError from error
             if relaxed is None:
                 return infeasible
-            bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,))
-            cheapest = cut_graph.cheapest_units(bound.weights, relaxed.price)
+            bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,), relaxed.exchange)
+            cheapest = cut_graph.cheapest_units(bound.weights, relaxed.price, bound.exchange)
             assert cheapest is not None
             costs, vectors = cheapest
             least_s = least_of(bound, costs)
@@ -317,7 +329,8 @@ class SettingBounds:
         """
         if not self.cut_graph.has_one_stage_per_worker or self.incumbent.is_reached_by(region_bound.least_s):
             return region_bound
-        weights, (price,) = region_bound.bound.weights, region_bound.bound.prices
+        best = region_bound.bound
+        weights, (price,) = best.weights, best.prices
         prices = (*self.cut_graph.price_grid(weights, self.approximate_step_s()), price / 2, price, 2 * price)
-        least_s, _ = cheapest_cut(region.restrict(self.cut_graph.arc_costs(Bound(weights, prices))))
+        least_s, _ = cheapest_cut(region.restrict(self.cut_graph.arc_costs(replace(best, prices=prices))))
         return replace(region_bound, least_s=max(region_bound.least_s, least_s + self.cut_graph.fixed_seconds(weights)))

@@ -9,7 +9,8 @@ graph passes term k (:mod:`autoddl.pipelines.stepgraph`).  Then
     step(t)  =  max over paths P of  sum over k of n(P, k) t(k)
 
 A plan must also fit: the bytes of each worker w are at most the memory limit.  The *threshold* is the step of the incumbent (the
-best plan so far of any setting), reduced by a relative 1e-9.  A setting is *settled* when no plan of it is below the threshold.
+best plan so far of any setting), reduced by a relative 1e-9.  A setting is *settled* when no plan of it is below the threshold; by
+up to :data:`.row_search.MARGIN` one may be, where very many are nearly as good.
 
 **Three phases**, each for what the one before leaves open:
 
@@ -19,7 +20,7 @@ best plan so far of any setting), reduced by a relative 1e-9.  A setting is *set
     bound: the best one at the point halfway between the best fractional cut and this cut, which excludes many similar cuts too;
     else the best one at the cut itself (Benders' cutting planes; Ben-Ameur and Neto, "Acceleration of cutting-plane and column
     generation algorithms", 2007, choose such points).
-3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.row_search`).
+3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.cut_plans`).
     This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.
 
 The graph of a schedule is replaced by a simpler one, if there is one, until there is a cut that this one does not exclude.  In the
@@ -34,23 +35,23 @@ import heapq
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
 from autoddl.costmodel.stopping import Deadline
+from autoddl.search.fronts import TooManyError
 
-from .bounds import balance_weights
-from .cut_graph import Bound, CutGraph, TooManyError
+from .bounds import Bound, balance_weights
+from .cut_plans import CutPlans
 from .cut_program import TOLERANCE, CutProgram
 from .cut_regions import Cut, Region, cut_at
-from .cut_times import times_of_cuts
 from .cut_trials import CutTrials
 from .evaluation import Evaluation
-from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
+from .explorer import Explorer, Setting
 from .incumbent import Incumbent
-from .row_search import RowSearch, Selection, TooManyStatesError
+from .row_search import TooManyStatesError
 from .setting_bounds import MAX_CUT_ROUNDS, MAX_ROUNDS, RegionBound, SettingBounds, UnsettledError
-from .stage_search import RowFilter
 
 __all__ = ["SettingSearch", "UnsettledError"]
 
@@ -64,12 +65,6 @@ _MAX_RUNS_OF_EVEN_CUT = 4
 _PROMISING, _PROMISING_IF_SHARP = 0.94, 0.98
 #: A cut is tried before its rows are searched only if its bound is below this part of the threshold: rows settle others sooner.
 _WORTH_A_TRIAL = 0.99
-#: Least seconds of the integer program of rows, if the time is nearly over.
-_LEAST_PROGRAM_S = 1.0
-#: Largest number of selections of rows that are found below the threshold because transfers count as the least.
-_MAX_INEXACT_SELECTIONS = 20
-#: Largest number of paths that restrict the rows of a stage.
-_MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
 _MAX_CUT_PATHS = 20
 #: How far from the best fractional cut to a whole cut the point is at which a bound is made that excludes the cut.
@@ -360,12 +355,11 @@ class SettingSearch:
 
     def _first_cut_bounds(self, region_bound: RegionBound) -> list[Bound]:
         """Return the bounds that the integer program starts with: the best bound at several prices of memory, and its paths."""
-        (price,), mean = region_bound.bound.prices, region_bound.bound.weights
-        grid = self.cut_graph.price_grid(mean, self.bounds.approximate_step_s())
-        bounds = [region_bound.bound, *(Bound(mean, (one,)) for one in (*grid, price / 2, 2 * price))]
-        return bounds + [Bound(path) for path in self.relaxation.latest_paths(_MAX_CUT_PATHS)]
-
-    # ----------------------------------------------------------------------------------------------- phase 3: row by row
+        best = region_bound.bound
+        (price,) = best.prices
+        grid = self.cut_graph.price_grid(best.weights, self.bounds.approximate_step_s())
+        bounds = [best, *(replace(best, prices=(one,)) for one in (*grid, price / 2, 2 * price))]
+        return bounds + [self.bounds.of_path(path, best) for path in self.relaxation.latest_paths(_MAX_CUT_PATHS)]
 
     def _settle_cut(self, cut: Cut, cut_bound: RegionBound) -> None:
         """Find the best plan of one cut, if that is below the threshold; give the cut up if it has too many rows.
@@ -375,148 +369,11 @@ class SettingSearch:
         """
         if cut_bound.least_s < _WORTH_A_TRIAL * self.incumbent.threshold:
             self.trials.try_cut(cut, cut_bound.bound.weights)
-        least_s = cut_bound.least_s
+        plans = CutPlans(self.bounds, self.trials, cut, cut_bound)
         with suppress(TooManyError, TooManyStatesError):
-            least_s = max(least_s, self._least_by_rows(cut, cut_bound))
-        if not self._is_settled(least_s):
-            self._given_up_s = min(self._given_up_s, least_s)
-
-    def _least_by_rows(self, cut: Cut, cut_bound: RegionBound) -> float:
-        """Search the rows of a cut's stages for plans below the threshold.
-
-        Rows are loaded stage by stage, first the stage whose seconds count most, until the bounds by rows exclude the cut.  At
-        first they do not distinguish the layouts at the sides of a stage, so that there are fewer of them, and transfers count as
-        the least.  Where those of a selection take longer, the rows beside the boundary are loaded again with their layouts.
-
-        What is known of rows is lost when the search is resumed, so that a deadline does not end this.
-
-        Args:
-            cut: The cut.
-            cut_bound: The linear bound of this cut alone.
-
-        Returns:
-            No plan of the cut is below it; infinite if none is below the incumbent.
-
-        Raises:
-            StopRequestedError: A stop was requested.
-            UnsettledError: The best selection is no better than the incumbent, or the solver found none in its time.
-            TooManyError: A stage has too many rows.
-            TooManyStatesError: There are too many selections of rows.
-        """
-        cut_graph = self.cut_graph.without_rows()
-        bounds = [cut_bound.bound, *(Bound(path) for path in self.relaxation.latest_paths(_MAX_ROW_PATHS))]
-        search = RowSearch(
-            cut_graph,
-            Region.of_cut(cut),
-            self.incumbent.exact_threshold,
-            self.explorer.stop.check,
-            lambda: max(self.deadline.left_s, _LEAST_PROGRAM_S),
-        )
-        for bound in bounds:
-            search.add(bound)
-        unit_times = times_of_cuts(cut_graph, [cut], cut_bound.vectors)[:, 0]
-        work = cut_graph.stage_work(cut_bound.bound.weights, unit_times)
-        stages_to_load = np.argsort(-work, kind="stable").tolist()
-        #: The stages whose rows have layouts, or would have too many rows with them.
-        with_layouts: set[int] = set()
-        num_inexact = 0
-        while search.prune():
-            self.explorer.stop.check()
-            selection = search.find()
-            if selection is None:
-                break
-            # The selection is below the threshold on all bounds.  Refine what is known, in the order of the effort.
-            times, is_exact = search.times(selection, unit_times)
-            step, path = self.bounds.graph.step(times)
-            previous_best_s = self.best_s
-            if step >= min(search.threshold, self.incumbent.threshold) and not search.knows(path):
-                self.bounds.add_path(path)
-                bounds.append(Bound(path))
-                search.add(bounds[-1])
-            elif stages_to_load:
-                self._load_rows(cut_graph, bounds, cut, stages_to_load.pop(0), has_sides=False)
-                search.update_arcs()
-            elif not is_exact:
-                search.price_crossings(selection)
-            else:
-                evaluation = self._evaluate_selection(cut_graph, selection)
-                if self.best_s < previous_best_s:
-                    search.threshold = min(search.threshold, self.incumbent.exact_threshold)
-                    continue
-                beside = self._stages_beside_slow_boundaries(cut_graph, cut, evaluation)
-                if not beside:
-                    raise UnsettledError  # the times were exact, so that nothing more can be learnt here
-                if self._load_layouts(cut_graph, bounds, cut, beside - with_layouts):
-                    search.update_arcs()
-                elif num_inexact < _MAX_INEXACT_SELECTIONS:
-                    num_inexact += 1
-                    search.threshold = min(search.threshold, step) * (1 - RELATIVE_TOLERANCE)
-                else:
-                    return cut_bound.least_s
-                with_layouts |= beside
-        return search.threshold if num_inexact else math.inf
-
-    @staticmethod
-    def _stages_beside_slow_boundaries(cut_graph: CutGraph, cut: Cut, evaluation: Evaluation) -> set[int]:
-        """The stages beside boundaries whose transfers take longer than the least in a plan."""
-        slow = [
-            b
-            for b, ((_, stop), boundary) in enumerate(zip(cut, evaluation.boundaries))
-            if max(boundary.forward_s, boundary.backward_s)
-            > cut_graph.least_transfer(b, stop) * (1 + RELATIVE_TOLERANCE)
-        ]
-        return {stage for b in slow for stage in (b, b + 1)}
-
-    def _load_layouts(self, cut_graph: CutGraph, bounds: Sequence[Bound], cut: Cut, stages: set[int]) -> bool:
-        """Load the rows of stages with the layouts at their sides; return whether there were not too many for one of them."""
-        is_new = False
-        for stage in sorted(stages):
-            try:
-                self._load_rows(cut_graph, bounds, cut, stage, has_sides=True)
-                is_new = True
-            except TooManyError:
-                pass
-        return is_new
-
-    def _load_rows(self, cut_graph: CutGraph, bounds: Sequence[Bound], cut: Cut, stage: int, has_sides: bool) -> None:
-        """Load the rows of one stage of a cut that can be in a plan below the threshold on all of ``bounds``.
-
-        Raises:
-            TooManyError: The stage has too many rows.
-            StopRequestedError: A stop was requested.
-        """
-        first, stop = cut[stage]
-        wanted = []
-        for bound in bounds:
-            costs = [float(cost[ends]) for cost, ends in zip(cut_graph.arc_costs(bound), cut)]
-            others_s = sum(costs) - costs[stage] + cut_graph.fixed_seconds(bound.weights)
-            wanted.append(self._row_filter(cut_graph, bound, stage, stop, self.incumbent.threshold - others_s))
-        self.explorer.stop.check()
-        cut_graph.load_rows(stage, first, stop, wanted, has_sides)
-
-    def _row_filter(self, cut_graph: CutGraph, bound: Bound, stage: int, stop: int, room_s: float) -> RowFilter:
-        """Return the filter for the rows of a stage that a bound allows.
-
-        Args:
-            cut_graph: The cut graph.
-            bound: The bound.
-            stage: The stage.
-            stop: The unit behind the last one of the stage.
-            room_s: The threshold minus the least value of all other stages.
-        """
-        terms, weights = cut_graph.terms, bound.weights
-        if stage < cut_graph.num_stages - 1:
-            crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
-            room_s -= float(crossing) * cut_graph.least_transfer(stage, stop)
-        price = float(bound.prices[0][stage]) if bound.prices else 0.0
-        forward, backward, recompute, all_reduce = (float(weights[part][stage]) for part in terms.of_stages)
-        threshold = room_s + price * cut_graph.memory_share(stage)
-        return RowFilter((forward, backward, recompute, all_reduce, price), threshold)
-
-    def _evaluate_selection(self, cut_graph: CutGraph, selection: Selection) -> Evaluation:
-        """Evaluate the plan of a selection of rows."""
-        stages = [cut_graph.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in selection]
-        return self.trials.evaluate([stop - first for _, first, stop, _ in selection], stages)
+            plans.settle()
+        if not self._is_settled(plans.least_s):
+            self._given_up_s = min(self._given_up_s, plans.least_s)
 
     # --------------------------------------------------------------------------------------------------------- incumbents
 

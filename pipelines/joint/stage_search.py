@@ -99,15 +99,17 @@ class Passes:
 
 @dataclass(frozen=True)
 class RowFilter:
-    """A restriction to rows with ``weights . (forward, backward, recompute, gradient, memory) <= threshold``.
+    """A restriction to rows with ``weights . (forward, backward, recompute, gradient, memory) + exchange shared <= threshold``.
 
     Attributes:
         weights: Weights of the four times and of the resident bytes.
         threshold: Largest allowed value of the weighted sum.
+        exchange: Weight of a byte of the gradients that are shared with another stage.
     """
 
     weights: tuple[float, float, float, float, float]
     threshold: float
+    exchange: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,6 +240,7 @@ class StageSearch:
         limit: float,
         is_shared: bool = False,
         has_sides: bool = True,
+        has_memory: bool = True,
     ) -> StageFront | None:
         """The rows of the front that pass all filters and fit the memory limit; None if some layer has no strategy.
 
@@ -246,6 +249,8 @@ class StageSearch:
             filters: Restrictions of the rows.
             is_shared: Whether other stages of the worker use a part of the memory limit, so that less memory is always better.
             has_sides: Whether only rows with the same layouts at both sides dominate each other.
+            has_memory: Whether memory matters.  If not, rows are compared by their seconds and shared bytes alone, so that there
+                are much fewer; all have the least memory of the stage, and no buffer.
 
         Raises:
             TooManyError: the front has too many rows.
@@ -255,10 +260,14 @@ class StageSearch:
         if stage_table is None:
             return None
         counts, constant = self.memory_of(first, stop, recompute, passes, demand)
+        if not has_memory:
+            constant = self.least_memory(first, stop, recompute, passes, demand, has_buffer=False)
+            counts, limit, is_shared = np.zeros_like(counts), math.inf, False
         table = self._table_with_memory(stage_table, counts, has_sides)
         guides = [_guide(row_filter, recompute, constant, table.num_components) for row_filter in filters]
         chosen = self._front(stage_table, table, guides, limit - constant, is_shared)
-        return _stage_front(stage_table, recompute, chosen.choices, chosen.sums, chosen.sizes, constant)
+        sizes = chosen.sizes if has_memory else np.zeros_like(chosen.sizes)
+        return _stage_front(stage_table, recompute, chosen.choices, chosen.sums, sizes, constant)
 
     def _front(
         self, stage_table: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
@@ -456,7 +465,7 @@ def _guide(row_filter: RowFilter, recompute: str, constant: float, num_component
     forward, backward, recomputation, gradient, memory = row_filter.weights
     if recompute == "stage":
         forward += recomputation
-    weights = (forward, backward, gradient, memory, *(0.0,) * (num_components - 4))
+    weights = (forward, backward, gradient, memory, *(row_filter.exchange,) * (num_components - 4))
     return Guide(weights, row_filter.threshold - memory * constant)
 
 

@@ -3,7 +3,8 @@
 The *vector* of a stage (:data:`.stage_cost.COMPONENTS`) holds the seconds of the forward and of the backward pass of a micro-batch,
 the seconds of the all-reduce of gradients, the bytes of state, and the bytes that a micro-batch keeps.  A *weight* prices each of
 these.  Let every layer have the option that is cheapest for a weight, and let redistributions be free.  Then the layers of a unit
-sum to a lower bound on the unit's part of any stage, and the units of a stage sum to a lower bound on the stage.
+sum to a lower bound on the unit's part of any stage, and the units of a stage sum to a lower bound on the stage.  A further
+component are the bytes of gradients that the first and the last stage exchange (:mod:`.bounds`), which have a weight of their own.
 
 **Tight bounds** also count the redistributions inside a unit, but not those between units.  The least sum is then that of a table
 (:mod:`autoddl.search.fronts`), which takes some ten times as long, and is usually one to three per cent more.
@@ -40,8 +41,6 @@ ROUNDING = 1 - 1e-9
 #: The components of an option: those of a stage, and the bytes of gradients that a device exchanges with another stage, which holds
 #: the same weight.
 _NUM_COMPONENTS = len(COMPONENTS) + 1
-#: The component that the seconds of the exchange are a part of.
-_GRADIENT = COMPONENTS.index("gradient")
 #: Factor by which a layer without a strategy is dearer than the dearest option of any layer.
 _PENALTY = 1000.0
 
@@ -114,11 +113,11 @@ class _MicroBatchOptions:
         """Index of the first option of each layer."""
         return np.cumsum(self.sizes) - self.sizes
 
-    def values(self, weights: np.ndarray, byte_s: float) -> np.ndarray:
+    def values(self, weights: np.ndarray, exchange: np.ndarray | None) -> np.ndarray:
         """The weighted sum of each option's vector, shape (weights, options); arguments as :meth:`UnitBounds.least`."""
         values = weights @ self.vectors[:-1]
-        if byte_s:
-            values += byte_s * weights[:, _GRADIENT, None] * self.vectors[-1]
+        if exchange is not None:
+            values += exchange[:, None] * self.vectors[-1]
         return np.asarray(values)
 
 
@@ -232,7 +231,7 @@ class UnitBounds:
         part: int,
         weights: np.ndarray,
         is_tight: bool = False,
-        byte_s: float = 0.0,
+        exchange: np.ndarray | None = None,
     ) -> np.ndarray | None:
         """Return the least weighted sum of each unit's vector, for each weight.
 
@@ -243,7 +242,8 @@ class UnitBounds:
             part: Samples of the smallest pass, which strategies must divide.
             weights: Shape (weights, components).
             is_tight: Whether redistributions inside the units count.
-            byte_s: Seconds to exchange a byte of the gradient of a weight that another stage holds, too.
+            exchange: For each weight that of a byte of the gradients that a device exchanges with another stage, which holds the
+                same weight of the model; shape (weights,).  None: they have no weight.
 
         Returns:
             Shape (weights, units); None if every unit has a layer without a strategy that divides ``part`` samples.
@@ -251,10 +251,10 @@ class UnitBounds:
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
-        of_layers = np.minimum.reduceat(options.values(weights, byte_s), options.first_of_layer, axis=1)
+        of_layers = np.minimum.reduceat(options.values(weights, exchange), options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
         for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
-            tight = least(table, _with_exchange(weights, byte_s))
+            tight = least(table, _with_exchange(weights, exchange))
             of_kinds[:, kind] = np.where(np.isfinite(tight), np.maximum(tight, of_kinds[:, kind]), of_kinds[:, kind])
         return np.asarray(of_kinds[:, self._kinds])
 
@@ -266,28 +266,28 @@ class UnitBounds:
         part: int,
         weights: np.ndarray,
         is_tight: bool = False,
-        byte_s: float = 0.0,
+        exchange: np.ndarray | None = None,
     ) -> np.ndarray | None:
         """Return a vector of each unit that has the least weighted sum, for each weight; arguments as :meth:`least`.
 
         Returns:
-            Shape (weights, units, components); None if every unit has a layer without a strategy that divides ``part`` samples.
+            Shape (weights, units, components + 1), the last component being the bytes that are exchanged; None if every unit has a
+            layer without a strategy that divides ``part`` samples.
         """
         options = self._options_at(recompute, replicas, micro_batch, part)
         if options is None:
             return None
-        values = options.values(weights, byte_s)
+        values = options.values(weights, exchange)
         lowest = np.repeat(np.minimum.reduceat(values, options.first_of_layer, axis=1), options.sizes, axis=1)
         # The first option of each layer that has the least value.
         indices = np.where(values <= lowest, np.arange(values.shape[1]), values.shape[1])
         chosen = np.minimum.reduceat(indices, options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(options.vectors[:, chosen], options.first_of_kind, axis=2)
         for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
-            choices = least_choices(table, _with_exchange(weights, byte_s))
+            choices = least_choices(table, _with_exchange(weights, exchange))
             if len(choices):
                 of_kinds[:, :, kind] = table.evaluate(choices)[0].T
-        of_kinds[_GRADIENT] += byte_s * of_kinds[-1]
-        return np.asarray(np.moveaxis(of_kinds[:-1, :, self._kinds], 0, 2))
+        return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
 
     def cheapest_ways(
         self,
@@ -297,39 +297,40 @@ class UnitBounds:
         weights: dict[str, np.ndarray],
         factors: dict[str, np.ndarray],
         is_tight: bool,
-        byte_s: float = 0.0,
+        exchange: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what each unit costs at least with any way of recomputation, and how it is run then.
 
         Args:
-            replicas, micro_batch, part, is_tight, byte_s: As :meth:`least`.
+            replicas, micro_batch, part, is_tight, exchange: As :meth:`least`.
             weights: For each way of recomputation weights of the components, shape (rows, components).
             factors: For each way the factors of the bytes (:data:`.stage_cost.MEMORY`), shape (rows, 3).
 
         Returns:
-            The costs, shape (rows, units), and the seconds forward, backward, of recomputation and of all-reduce, and the bytes,
-            shape (rows, units, 5); None if every unit has a layer without a strategy.
+            The costs, shape (rows, units), and the seconds forward, backward, of recomputation and of all-reduce, the bytes, and
+            the bytes that are exchanged, shape (rows, units, 6); None if every unit has a layer without a strategy.
         """
         size = replicas, micro_batch, part
         rough: dict[str, np.ndarray] = {}
         for way, rows in weights.items():
-            lowest = self.least(recomputed_inside(way), *size, rows, byte_s=byte_s)
+            lowest = self.least(recomputed_inside(way), *size, rows, exchange=exchange)
             if lowest is None:
                 return None
             rough[way] = lowest
         costs = np.full_like(next(iter(rough.values())), np.inf)
-        ways = np.zeros((*costs.shape, 5))
+        ways = np.zeros((*costs.shape, 6))
         # The ways that seem cheap first: then many others need not be looked at closely.
         for way in sorted(rough, key=lambda way: float(rough[way].sum())):
             wanted = np.flatnonzero((rough[way] < costs).any(axis=1))
             if not len(wanted):
                 continue
-            each = self.least_vectors(recomputed_inside(way), *size, weights[way][wanted], is_tight, byte_s)
+            of_exchange = None if exchange is None else exchange[wanted]
+            each = self.least_vectors(recomputed_inside(way), *size, weights[way][wanted], is_tight, of_exchange)
             assert each is not None
-            value = np.einsum("ruc,rc->ru", each, weights[way][wanted])
+            value = np.einsum("ruc,rc->ru", each, _with_exchange(weights[way][wanted], of_exchange))
             recompute_s = each[..., 0] if way == "stage" else np.zeros_like(value)
             nbytes = np.einsum("ruc,rc->ru", each[..., MEMORY], factors[way][wanted])
-            found = np.stack([each[..., 0], each[..., 1], recompute_s, each[..., 2], nbytes], axis=-1)
+            found = np.stack([each[..., 0], each[..., 1], recompute_s, each[..., 2], nbytes, each[..., -1]], axis=-1)
             is_less = value < costs[wanted]
             costs[wanted] = np.where(is_less, value, costs[wanted])
             ways[wanted] = np.where(is_less[..., None], found, ways[wanted])
@@ -379,6 +380,6 @@ class UnitBounds:
         return self._micro_batch_options[key]
 
 
-def _with_exchange(weights: np.ndarray, byte_s: float) -> np.ndarray:
+def _with_exchange(weights: np.ndarray, exchange: np.ndarray | None) -> np.ndarray:
     """Weights of the components of an option, from those of a stage's; arguments as :meth:`UnitBounds.least`."""
-    return np.column_stack([weights, byte_s * weights[:, _GRADIENT]])
+    return np.column_stack([weights, np.zeros(len(weights)) if exchange is None else exchange])

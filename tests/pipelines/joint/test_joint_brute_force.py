@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.joint import JointOptions, search
+from autoddl.pipelines.joint import JointOptions, arc_rows, cut_plans, row_search, search, stage_search
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.setting_bounds import SettingBounds
 from autoddl.pipelines.schedule import Kind
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
+from autoddl.search.fronts import TooManyError
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import mlp
 
@@ -107,6 +108,45 @@ def test_joint_plan_is_the_best_if_attempts_are_resumed(kind: str, monkeypatch: 
     for seed in range(8):
         judge(solved(random.Random(seed), kind))
     assert tightened
+
+
+@pytest.mark.parametrize("kind", ("limited", "transformers", "two levels"))
+def test_joint_plan_is_the_best_if_all_rows_are_coarse(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arcs begin with one row, and an integer program selects the rows of every cut."""
+    made: list[object] = []
+    coarse = arc_rows.coarse
+    monkeypatch.setattr(arc_rows, "_MAX_FINE", 0)
+    monkeypatch.setattr(arc_rows, "_GROWTH", 2)
+    monkeypatch.setattr(row_search, "_MAX_DEPTH_FIRST", 0)
+    monkeypatch.setattr(cut_plans, "coarse", lambda *arguments: (made.append(coarse(*arguments)), made[-1])[1])
+    for seed in range(8):
+        judge(solved(random.Random(seed), kind))
+    assert any(isinstance(arc, arc_rows.CoarseArc) for arc in made)
+
+
+def test_bounds_hold_if_stages_have_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of all stages counts as the least."""
+    rows, num_calls = stage_search.StageSearch.rows, 0
+
+    def without_memory(self: stage_search.StageSearch, *arguments: object) -> stage_search.StageFront | None:
+        nonlocal num_calls
+        *_, has_memory = arguments
+        if has_memory:
+            raise TooManyError
+        num_calls += 1
+        return rows(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage_search.StageSearch, "rows", without_memory)
+    num_optimal = 0
+    for seed, kind in enumerate(("limited", "transformers") * 8):
+        case = solved(random.Random(seed), kind)
+        if case.best is not None:
+            instance = case.instance
+            planned = plan_jointly(instance.graph, instance.machine.cluster, instance.options(case.limit_bytes))
+            assert planned.lower_bound_s <= case.best.step_s * (1 + 1e-9), instance
+            assert planned.evaluation.memory_bytes <= case.limit_bytes, instance
+            num_optimal += planned.optimal
+    assert num_calls and num_optimal
 
 
 def test_overlapped_gradients_against_all_configurations() -> None:

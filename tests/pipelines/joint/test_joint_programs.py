@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.joint.cut_graph import Bound, CutGraph, UnitRuns
+from autoddl.pipelines.joint.bounds import Bound
+from autoddl.pipelines.joint.cut_graph import CutGraph, UnitRuns
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
 from autoddl.pipelines.joint.cut_trials import CutTrials
@@ -63,21 +64,29 @@ def region_of(data: st.DataObject, num_stages: int, num_units: int) -> Region:
     return Region(tuple(ranges), num_units)  # type: ignore[arg-type]
 
 
+def _price_of_limits(price: np.ndarray, homes: list[list[int]], limit: float) -> float:
+    """What the limits of all workers cost, at the price of a byte at each stage."""
+    return sum(price[held[0]] * limit for held in homes if held)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), kinds_of_units, st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.booleans())
 def test_a_divided_cut_takes_no_longer_than_any_other(
     data: st.DataObject, kinds: list[int], seed: int, stages: int, paths: int, share: bool
 ) -> None:
-    """Compare the relaxation with all cuts and all ways to run their units that fit."""
+    """Compare the relaxation, and its dual bound, with all cuts and all ways to run their units that fit.
+
+    The first and the last stage exchange gradients, which takes both as long as the one with more bytes.
+    """
     assume(stages <= len(kinds))
     dice, units, terms = np.random.default_rng(seed), len(kinds), Terms(stages)
     # What crosses behind units of one kind is the same.
     crossing = dice.exponential(0.3, (stages - 1, 3))[:, kinds]
     runs = runs_of(kinds, crossing)
-    ways = dice.exponential(1.0, (2, stages, 3, 5))[:, :, kinds]
+    ways, byte_s = dice.exponential(1.0, (2, stages, 3, 6))[:, :, kinds], float(dice.integers(0, 3)) * (stages > 1)
     homes = [[0, *range(2, stages)], [1] if stages > 1 else []] if share else [[stage] for stage in range(stages)]
     limit = float(dice.uniform(0.5, 4.0)) * units / stages
-    relaxation = Relaxation(runs, [held for held in homes if held], limit)
+    relaxation = Relaxation(runs, [held for held in homes if held], limit, byte_s=byte_s)
     weights = dice.integers(0, 5, (paths, terms.count)).astype(float)
     for path in weights:
         relaxation.add_path(path)
@@ -91,7 +100,7 @@ def test_a_divided_cut_takes_no_longer_than_any_other(
         stage_of = [stage for stage, (first, stop) in enumerate(cut) for _ in range(first, stop)]
         across = np.array([crossing[b, stop - 1] for b, (_, stop) in enumerate(cut[:-1])])
         for chosen in product(range(2), repeat=units):
-            sums = np.zeros((stages, 5))
+            sums = np.zeros((stages, 6))
             for unit, (stage, way) in enumerate(zip(stage_of, chosen)):
                 sums[stage] += ways[way, stage, unit]
             if max(sum(sums[stage, 4] for stage in held) for held in homes) > limit:
@@ -99,10 +108,18 @@ def test_a_divided_cut_takes_no_longer_than_any_other(
             times = np.zeros(terms.count)
             for number, part in enumerate(parts):
                 times[part] = sums[:, number]
+            times[terms.all_reduce][[0, -1]] += byte_s * max(sums[0, 5], sums[-1, 5])
             times[terms.transfer_forward] = times[terms.transfer_backward] = across
             found += 1
             assert solved is not None, "it fits"
-            assert solved.step_s <= (weights @ times).max() * (1 + 1e-6) + 1e-9
+            step = (weights @ times).max()
+            assert solved.step_s <= step * (1 + 1e-6) + 1e-9
+            # The dual bound: the exchange counts by the bytes of both stages, bytes by their price.
+            own = times.copy()
+            own[terms.all_reduce] = sums[:, 3]
+            bound = solved.shares @ weights @ own + sum(solved.price[s] * sums[s, 4] for s in range(stages))
+            bound += byte_s * np.dot(solved.exchange or (0.0, 0.0), sums[[0, -1], 5])
+            assert bound - _price_of_limits(solved.price, homes, limit) <= step * (1 + 1e-6) + 1e-9
     if solved is not None:
         assert solved.shares.sum() == pytest.approx(1.0) and (solved.shares >= 0).all() and (solved.price >= 0).all()
         # The program lets less than nothing cross where a run has begun before the one in front of it is complete.
@@ -124,7 +141,7 @@ def test_the_best_cut_by_all_bounds(
         num_units=units,
         terms=terms,
         runs=runs_of(kinds, crossing),
-        least_of_units=lambda path, price: values.get(path.tobytes(), np.ones((stages, units))),
+        least_of_units=lambda path, price, exchange=None: values.get(path.tobytes(), np.ones((stages, units))),
         demand=SimpleNamespace(homes=[((0, stage),) for stage in range(stages)]),
         limit_bytes=units,
         price_of_limits=lambda price: float(price.sum()),

@@ -53,7 +53,7 @@ def test_tight_bounds_are_the_least_of_all_choices(search: StageSearch, seed: in
     vectors = search.unit_bounds.least_vectors(*arguments, is_tight=True)
     assert rough is not None and tight is not None and vectors is not None
     assert (rough <= tight).all()
-    assert np.einsum("wuc,wc->wu", vectors, weights) == pytest.approx(tight, rel=1e-9)
+    assert np.einsum("wuc,wc->wu", vectors[..., :-1], weights) == pytest.approx(tight, rel=1e-9)
     for unit in range(search.chain.num_units):
         least = (all_sums(search, unit, way) @ weights.T).min(axis=0)
         assert tight[:, unit] == pytest.approx(least, rel=1e-9)
@@ -62,20 +62,21 @@ def test_tight_bounds_are_the_least_of_all_choices(search: StageSearch, seed: in
 @pytest.mark.parametrize("unit", (0, -1))
 def test_gradients_of_shared_weights_are_exchanged(search: StageSearch, unit: int) -> None:
     """The first and the last unit of the GPT share its embeddings."""
-    byte_s, unit = 1e-9, unit % search.chain.num_units
+    exchange, unit = 1e-9 * np.array([0.0, 0.2, 1.0, 3.0]), unit % search.chain.num_units
     weights = np.array([[1.0, 1.0, share, 1e-13, 1e-13, 0.0] for share in (0.1, 0.3, 1.0, 3.0)])
     arguments = ("none", PASSES.replicas, PASSES.micro_batch, PASSES.smallest_pass, weights)
-    tight = search.unit_bounds.least(*arguments, is_tight=True, byte_s=byte_s)
-    vectors = search.unit_bounds.least_vectors(*arguments, is_tight=True, byte_s=byte_s)
-    rough = search.unit_bounds.least(*arguments, byte_s=byte_s)
+    tight = search.unit_bounds.least(*arguments, is_tight=True, exchange=exchange)
+    vectors = search.unit_bounds.least_vectors(*arguments, is_tight=True, exchange=exchange)
+    rough = search.unit_bounds.least(*arguments, exchange=exchange)
     stage = search.table(unit, unit + 1, "none", PASSES)
     assert tight is not None and rough is not None and vectors is not None and stage is not None
     choices = np.array(list(product(*(range(len(one)) for one in stage.table.sums))), dtype=np.intp)
     shared = stage.table.evaluate(choices)[0][:, len(COMPONENTS) :].sum(axis=1)
     assert shared.max() > shared.min() > 0
-    sums = all_sums(search, unit, "none") @ weights.T + byte_s * shared[:, None] * weights[:, 2]
+    sums = all_sums(search, unit, "none") @ weights.T + shared[:, None] * exchange
     assert tight[:, unit] == pytest.approx(sums.min(axis=0), rel=1e-9)
-    assert np.einsum("wc,wc->w", vectors[:, unit], weights) == pytest.approx(tight[:, unit], rel=1e-9)
+    all_weights = np.column_stack([weights, exchange])
+    assert np.einsum("wc,wc->w", vectors[:, unit], all_weights) == pytest.approx(tight[:, unit], rel=1e-9)
     assert (rough <= tight * (1 + 1e-12)).all()
 
 
