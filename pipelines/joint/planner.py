@@ -34,7 +34,7 @@ from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, 
 
 from ..planners import Clock, Patience
 from .evaluation import Evaluation, evaluate_unpipelined
-from .explorer import Explorer
+from .explorer import Explorer, setting_of
 from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
 from .least_memory import least_memory
 from .megatron_trials import megatron_trials
@@ -61,6 +61,8 @@ _SHARE_OF_RECIPES = 0.12
 #: Share of the time limit for the search near the best trial or recipe, the seconds of processor time that it gets at most, and
 #: those that it gets at least if it finds something.
 _SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_TIME_NEAR_S = 0.2, 4.0, 1.0
+#: Part of its cost by which the first plan must become better for the search near it to go on: it is not the last one.
+_LEAST_GAIN_NEAR = 0.005
 #: Share of the time limit for the early incumbent of the whole space.
 _SHARE_OF_INCUMBENT = 0.1
 #: Share of the time limit for the least sufficient memory, if no plan fits.
@@ -116,7 +118,8 @@ def plan_jointly(
         if known is not None:
             limit_s = min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S)
             patience = Patience(limit_s, _LEAST_TIME_NEAR_S, job.stop)
-            near = improve_near(explorer, known, options.base.micro_batch is None, patience, job.tell)
+            is_free = options.base.micro_batch is None
+            near = improve_near(explorer, known, is_free, patience, job.tell, _LEAST_GAIN_NEAR)
     own = start.without_pipeline if start is not None and is_alone else None
     known_s = min((_cost(job, plan) for plan in (trial, near, recipe) if plan is not None), default=math.inf)
     unpipelined, error = _plan_without_pipeline(job, own, known_s)
@@ -260,7 +263,8 @@ def _plan_by_search(
         job.tell(_cost(job, best), 0.0, 0)
     # Phase 2: an early incumbent, by the most promising settings.
     settings = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
-    search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.tell)
+    known = None if best is None else setting_of(best.configuration)
+    search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.tell, known=known)
     is_good = best is not None and best is not trial
     best = search.find_incumbent(clock, _SHARE_OF_INCUMBENT, is_good) or best
     plan_families = partial(_plan_families, job, error, explorer, (trial, recipe), clock)

@@ -55,8 +55,8 @@ __all__ = [
 RECIPE = "Megatron recipe"
 #: Share of the time limit for the searches of all families together.
 SHARE_OF_FAMILIES = 0.1
-#: Share of the time limit for the planner of each paper.
-_SHARE_OF_PAPER = 0.02
+#: Share of the time limit for the planner of each paper, and its least seconds of processor time when the limit is over.
+_SHARE_OF_PAPER, _LEAST_TIME_OF_PAPER_S = 0.02, 0.3
 #: Seconds of processor time, at least, in which a family may find a plan if none is known, even if the time limit is shorter.
 _TIME_FOR_FIRST_S = 10.0
 #: Stands for the trials by Megatron's rule in :attr:`Family.contains`.
@@ -176,7 +176,7 @@ def plan_rivals(
         left_s = clock.left_s * family.weight / sum(other.weight for other in offered[offered.index(family) :])
         patience_s = left_s if has_plan else max(clock.left_s, _TIME_FOR_FIRST_S)
         patience = Clock(patience_s, job.stop) if known is None else None
-        rival, plan = _pipeline(job, family, explorer, deadline, patience, known)
+        rival, plan = _pipeline(job, family, explorer, deadline, patience, clock, known)
         has_plan, found[family.title] = has_plan or plan is not None, plan
         yield rival, plan
 
@@ -187,6 +187,7 @@ def _pipeline(
     explorer: Explorer,
     deadline: Deadline,
     patience: Deadline | None,
+    clock: Clock,
     known: Evaluation | None,
 ) -> tuple[Rival, Evaluation | None]:
     """The best plan of a family of pipelines: from the joint search within the family, or from the planner of its paper.
@@ -197,6 +198,7 @@ def _pipeline(
         explorer: An explorer whose tables the search may share.
         deadline: When to end the search.
         patience: When to end it as long as it has found no plan; None for the deadline.
+        clock: The time limit of the whole search.  When it is over, a paper's planner still has some time.
         known: A plan of the family that is known; None if there is none.
     """
     own = job.explorer(family.make_stages, explorer)
@@ -206,13 +208,14 @@ def _pipeline(
     explored = explore(own, settings, known_s, deadline, patience=patience)
     best, note, paper_step_s = cheaper(explored.best, known, objective), "", None
     if family.paper is not None:
-        clock = Clock(_SHARE_OF_PAPER * job.time_limit_s, job.stop)
+        paper_s = min(_SHARE_OF_PAPER * job.time_limit_s, max(clock.left_s, _LEAST_TIME_OF_PAPER_S))
+        own_clock = Clock(paper_s, job.stop)
         try:
-            plan = paper_plan(job, family.paper, clock)
+            plan = paper_plan(job, family.paper, own_clock)
         except (UserError, StopRequestedError):
             pass
         else:
-            paper_step_s, note = plan.step_s if objective == "step" else None, describe_stop(clock)
+            paper_step_s, note = plan.step_s if objective == "step" else None, describe_stop(own_clock)
             best = cheaper(best, plan, objective)
     if best is None:
         reason = "no such plan fits the memory limit"

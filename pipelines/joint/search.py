@@ -50,8 +50,13 @@ _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: An attempt looks at its time slice between its steps, so that what it knows by then is kept.  A step that takes longer is ended
 #: this many seconds after the slice, or half of the slice if that is longer.
 _LONGEST_STEP_S = 1.0
-#: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded.
-_MAX_EARLY_ATTEMPTS = 2
+#: Number of attempts at every setting after which each of the settings that are left gets a share of the time that is left.
+_MIN_SHORT_ATTEMPTS, _SHARE_OF_LONG_ATTEMPTS = 2, 0.7
+#: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded; and if its
+#: bound is above the second part of the incumbent, so that it is nearly settled.
+_MAX_EARLY_ATTEMPTS, _MAX_CLOSE_ATTEMPTS, _NEARLY_SETTLED = 2, 3, 0.995
+#: Most and least seconds of processor time to look for better plans near an incumbent, and the share of the time that is left.
+_LONGEST_NEAR_S, _LEAST_NEAR_S, _SHARE_OF_NEAR = 6.0, 1.5, 0.15
 #: A setting is attempted early if its estimated step is below this multiple of the incumbent.
 _PROMISING = 1.05
 #: Number of consecutive early attempts without a better plan that ends the early attempts.
@@ -146,7 +151,12 @@ def explore(
 
 
 class Search:
-    """A search that can be interrupted and resumed.  The arguments are those of :func:`explore`."""
+    """A search that can be interrupted and resumed.
+
+    Args:
+        explorer, settings, known_s, report, patience: As of :func:`explore`.
+        known: The setting of the plan that costs ``known_s``; None if it is unknown.
+    """
 
     def __init__(
         self,
@@ -155,8 +165,9 @@ class Search:
         known_s: float = math.inf,
         report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
         patience: Deadline | None = None,
+        known: Setting | None = None,
     ):
-        self.explorer, self.best_s = explorer, known_s
+        self.explorer, self.best_s, self.known = explorer, known_s, known
         self.report, self.patience = report, patience
         self.deadline = Deadline()
         self.result = Explored()
@@ -176,6 +187,8 @@ class Search:
         self._free_bounds: dict[str, list[bool]] = {}
         #: The setting of the incumbent.
         self._best_setting: _OpenSetting | None = None
+        #: Cost of the plan near which better ones were looked for the last time.
+        self._improved_s = math.inf
 
     def find_incumbent(self, deadline: Deadline, share: float, is_good: bool = False) -> Evaluation | None:
         """Bound all settings, and attempt the most promising ones.
@@ -250,6 +263,8 @@ class Search:
         Raises:
             StopRequestedError: the search must end before all settings have a bound.
         """
+        if self.is_over:
+            raise StopRequestedError
         for recomputation in ways_of_balance(self.explorer) if not self.is_bounded else ():
             self.explorer.price_units(recomputed_inside(recomputation))
         while not self.is_bounded:
@@ -343,18 +358,38 @@ class Search:
             heapq.heapify(one)
 
     def _improve_incumbent(self) -> None:
-        """Repeat longer attempts at the incumbent's setting as long as they find a better plan."""
+        """Look for better plans near the incumbent, and then by longer attempts at its setting, as long as they find one."""
+        self._improve_near_incumbent()
+        entry = self._best_setting
+        if entry is None and self.known is not None:
+            entry = next((one for one in self.open if one.setting == self.known), None)
         before = math.inf
-        while (
-            self._best_setting is not None
-            and self.best_s < before
-            and self._best_setting.num_attempts < _MAX_EARLY_ATTEMPTS
-            and self._best_setting.bound_s < self.limit_s
-            and not self.is_over
-        ):
+        while entry is not None and entry.bound_s < self.limit_s and not self.is_over:
+            most = _MAX_EARLY_ATTEMPTS if entry.bound_s < _NEARLY_SETTLED * self.best_s else _MAX_CLOSE_ATTEMPTS
+            if (self.best_s >= before and most == _MAX_EARLY_ATTEMPTS) or entry.num_attempts >= most:
+                break
             before = self.best_s
-            self._attempt(self._best_setting)
+            self._attempt(entry)
             self.report(self.best_s, self.lower_bound_s, self.result.num_simulated)
+
+    def _improve_near_incumbent(self) -> None:
+        """Look for better plans near the incumbent, if it was found since the last time."""
+        plan = self.result.best
+        if plan is None or self.best_s >= self._improved_s or not plan.configuration.schedule.synchronous:
+            return
+        limit_s = min(_LONGEST_NEAR_S, _SHARE_OF_NEAR * self._end.left_s)
+        patience = Patience(limit_s, _LEAST_NEAR_S, self._end.stop)
+        near = improve_near(
+            self.explorer,
+            plan,
+            False,
+            patience,
+            lambda better_s, *_: self.report(better_s, self.lower_bound_s, self.result.num_simulated),
+        )
+        near_s = near.cost(self.explorer.pricing.objective)
+        if near_s < self.best_s:
+            self.result.best, self.best_s = near, near_s
+        self._improved_s = self.best_s
 
     def prove(self) -> None:
         """Sharpen and attempt the setting with the least bound, until no bound is below the incumbent."""
@@ -370,6 +405,7 @@ class Search:
                 heapq.heapreplace(queue, entry)
             else:
                 self._attempt(entry)
+                self._improve_near_incumbent()
                 heapq.heappop(queue)
                 if entry.bound_s < self.limit_s:
                     self._put_back(entry)
@@ -415,6 +451,16 @@ class Search:
                 return undecided
         return self.open
 
+    def _slice_s(self, entry: _OpenSetting) -> float:
+        """Seconds of the next attempt at a setting: if all settings that are left had several ones, at least a share of the time
+        that is left, since an attempt that is interrupted loses the step that it was at."""
+        time_s = _ATTEMPTS_S[min(entry.num_attempts, len(_ATTEMPTS_S) - 1)]
+        limit_s, few = self.limit_s, (self.open, *self._undecided[:_MIN_SHORT_ATTEMPTS])
+        if not math.isfinite(self._end.left_s) or any(queue and queue[0].bound_s < limit_s for queue in few):
+            return time_s
+        num_left = sum(one.bound_s < limit_s for queue in self._undecided for one in queue)
+        return max(time_s, (_SHARE_OF_LONG_ATTEMPTS if num_left > 1 else 1.0) * self._end.left_s)
+
     def _attempt(self, entry: _OpenSetting, is_early: bool = False) -> None:
         """Search one setting for a better plan within its time slice; raise its bound.
 
@@ -423,7 +469,7 @@ class Search:
             is_early: Whether a good plan matters more than the bound.
         """
         self.result.attempted.add(entry.setting)
-        time_s = _ATTEMPTS_S[min(entry.num_attempts, len(_ATTEMPTS_S) - 1)]
+        time_s = self._slice_s(entry)
         deadline = _time_slice(self._end, time_s)
         is_quick = not entry.num_attempts and self._num_cuts(entry.setting) > _MAX_CUTS_OF_FULL_ATTEMPT
         resumed, entry.search = entry.search, None
@@ -460,6 +506,7 @@ def improve_near(
     is_micro_batch_free: bool,
     patience: Patience,
     report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
+    least_gain: float = 0.0,
 ) -> Evaluation:
     """Return the best plan that is found in the setting of a good plan; else the plan itself.
 
@@ -471,10 +518,15 @@ def improve_near(
         is_micro_batch_free: Whether the plan may have another micro-batch.
         patience: When to end the search with the best plan so far; renewed by better plans.
         report: As in :func:`explore`.
+        least_gain: Part of the cost by which a plan must be better to renew the patience.
     """
+    renewed_s = plan.cost(explorer.pricing.objective)
 
     def tell(better_s: float) -> None:
-        patience.renew()
+        nonlocal renewed_s
+        if better_s < renewed_s * (1 - least_gain):
+            patience.renew()
+            renewed_s = better_s
         report(better_s, 0.0, 1)
 
     batch = explorer.workload.batch
