@@ -262,6 +262,7 @@ class _RowSelection:
         """Select the rows of all stages by an integer program."""
 
         def times_of(rows: Sequence[int]) -> np.ndarray:
+            self.cut_graph.explorer.stop.check()
             self.rows = list(rows)
             return self.times()
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from autoddl.costmodel.limits import MAX_PASSES
 from autoddl.costmodel.nearest import divisors
@@ -449,15 +450,16 @@ def _refined(simulations: _Simulations, plan: DapplePlan, clock: Clock) -> Dappl
     placements = tuple(stage.placement for stage in plan.stages)
     while not clock.is_over:
         moved = []
-        for number in range(1, len(plan.stages)):
-            for step in (-1, 1):
-                cuts = (*plan.cuts[:number], plan.cuts[number] + step, *plan.cuts[number + 1 :])
-                if not cuts[number - 1] < cuts[number] < cuts[number + 1]:
-                    continue
-                try:
-                    moved.append(simulations.plan(PlacedCut(plan.num_micro_batches, cuts, placements, 0.0)))
-                except PlannerError:  # a stage no longer fits in memory
-                    continue
+        for number, step in product(range(1, len(plan.stages)), (-1, 1)):
+            cuts = (*plan.cuts[:number], plan.cuts[number] + step, *plan.cuts[number + 1 :])
+            if not cuts[number - 1] < cuts[number] < cuts[number + 1]:
+                continue
+            if clock.is_over:
+                break
+            try:
+                moved.append(simulations.plan(PlacedCut(plan.num_micro_batches, cuts, placements, 0.0)))
+            except PlannerError:  # a stage no longer fits in memory
+                continue
         best = min([plan, *moved], key=_by_simulation)
         if best is plan:
             break
