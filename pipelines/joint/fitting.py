@@ -161,12 +161,12 @@ class _RowSelection:
                 self.workers_of_stage[stage].append(worker)
         #: Per stage the seconds in which its rows exchange the gradients of weights that the first and the last stage share, by
         #: their own bytes; the exchange takes both stages as long as the one of them with more bytes.
-        self.exchanges = [np.zeros(len(rows)) for rows in candidates]
+        self.exchange_s = [np.zeros(len(rows)) for rows in candidates]
         latency_s, byte_s = cut_graph.exchange
         for stage in (0, len(candidates) - 1) if byte_s else ():
-            self.exchanges[stage] = latency_s + byte_s * candidates[stage].shared.sum(axis=1)
+            self.exchange_s[stage] = latency_s + byte_s * candidates[stage].shared.sum(axis=1)
         self.costs = [
-            rows.times @ own + own[3] * exchange for rows, own, exchange in zip(candidates, weights, self.exchanges)
+            rows.times @ own + own[3] * exchange for rows, own, exchange in zip(candidates, weights, self.exchange_s)
         ]
         #: Per stage the undominated rows, and the index of the current one among them.
         self.ladders = [self._ladder(rows, cost) for rows, cost in zip(candidates, self.costs)]
@@ -216,7 +216,7 @@ class _RowSelection:
             times[part.start + stage] = value
         if stage in (0, last):
             ends = {0: self.rows[0], last: self.rows[last], stage: row}
-            exchange = max(self.exchanges[end][number] for end, number in ends.items())
+            exchange = max(self.exchange_s[end][number] for end, number in ends.items())
             for end, number in ends.items():
                 times[terms.all_reduce.start + end] = self.candidates[end].times[number, 3] + exchange
         crossings = []
@@ -267,7 +267,7 @@ class _RowSelection:
             return self.times()
 
         figures = [
-            (rows.times, rows.memory, rows.buffer, exchange) for rows, exchange in zip(self.candidates, self.exchanges)
+            (rows.times, rows.memory, rows.buffer, exchange) for rows, exchange in zip(self.candidates, self.exchange_s)
         ]
         parts = self.cut_graph.terms.of_stages
         self.rows = select_rows(

@@ -206,12 +206,12 @@ class RowSearch:
             pass
         if not self._has_margin:
             try:
-                return self._by_program(_MAX_CLOSE_AT_FIRST, min(_FIRST_PROGRAM_S, self.left_s()))
+                return self._by_program(sums, _MAX_CLOSE_AT_FIRST, min(_FIRST_PROGRAM_S, self.left_s()))
             except (TooManyStatesError, TimeoutError):
                 self._has_margin = True
                 self.lower(self.threshold)
         try:
-            return self._by_program(_MAX_CLOSE, self.left_s())
+            return self._by_program(sums, _MAX_CLOSE, self.left_s())
         except TooManyStatesError:
             return self._breadth_first(sums)
 
@@ -219,10 +219,11 @@ class RowSearch:
         """Lower the threshold to a value, or below it by the margin."""
         self.threshold = min(self.threshold, threshold * (1 - MARGIN * self._has_margin))
 
-    def _by_program(self, most: int, seconds: float) -> Selection | None:
+    def _by_program(self, sums: np.ndarray, most: int, seconds: float) -> Selection | None:
         """Return a selection that the integer program finds; None if there is none.
 
         Args:
+            sums: The first state.
             most: Largest number of selections that turn out not to be below the threshold.
             seconds: Time limit of each program.
 
@@ -231,7 +232,6 @@ class RowSearch:
             TimeoutError, UnsettledError: As of :meth:`find`.
         """
         ends = [0, *(first for first, _ in self.region.ranges), self.cut_graph.num_units]
-        sums = np.zeros(len(self.bounds) + self._num_other_columns)
         program = self._selection_program(ends)
         for _ in range(most):
             self.check()

@@ -365,8 +365,10 @@ class Search:
             entry = next((one for one in self.open if one.setting == self.known), None)
         before = math.inf
         while entry is not None and entry.bound_s < self.limit_s and not self.is_over:
-            most = _MAX_EARLY_ATTEMPTS if entry.bound_s < _NEARLY_SETTLED * self.best_s else _MAX_CLOSE_ATTEMPTS
-            if (self.best_s >= before and most == _MAX_EARLY_ATTEMPTS) or entry.num_attempts >= most:
+            is_nearly_settled = entry.bound_s >= _NEARLY_SETTLED * self.best_s
+            most = _MAX_CLOSE_ATTEMPTS if is_nearly_settled else _MAX_EARLY_ATTEMPTS
+            is_worth_it = is_nearly_settled or self.best_s < before
+            if entry.num_attempts >= most or not is_worth_it:
                 break
             before = self.best_s
             self._attempt(entry)
