@@ -21,8 +21,8 @@ __all__ = ["MAX_NODES", "locally_improved", "times_of_cuts", "times_of_even_cut"
 
 #: Number of nodes of schedule graphs that may be evaluated at once to compare cuts, or rows.
 MAX_NODES = 2_000_000
-#: Largest number of units that the local search moves.
-_MAX_MOVES = 12
+#: Largest number of units that the local search moves, and of nodes of schedule graphs that it evaluates, if it moves several.
+_MAX_MOVES, _MAX_NODES_OF_MOVES = 12, 4 * MAX_NODES
 
 
 def times_of_cuts(cut_graph: CutGraph, cuts: Sequence[Cut], vectors: np.ndarray) -> np.ndarray:
@@ -85,17 +85,15 @@ def locally_improved(cut_graph: CutGraph, graph: StepGraph | PumpedGraph, cut: C
         cut: The cut to begin with.
         vectors: How each unit is run.
     """
-    stages = cut_graph.num_stages
-    pairs = [(giver, taker) for giver in range(stages) for taker in range(stages) if giver != taker]
-    if len(pairs) * graph.num_nodes > MAX_NODES:
-        # With many stages only neighbours exchange units.
-        pairs = [(giver, taker) for giver, taker in pairs if abs(giver - taker) == 1]
     best_s = float(graph.steps(times_of_cuts(cut_graph, [cut], vectors))[0])
-    sizes = np.array([stop - first for first, stop in cut])
-    max_moves = min(_MAX_MOVES, 4 * MAX_NODES // (len(pairs) * graph.num_nodes + 1))
-    for _ in range(max(1, max_moves)):
+    sizes, units = np.array([stop - first for first, stop in cut]), np.eye(len(cut), dtype=int)
+    spent = 0
+    for _ in range(_MAX_MOVES):
         cut_graph.explorer.stop.check()
-        units = np.eye(stages, dtype=int)
+        pairs = _pairs(sizes, graph.num_nodes)
+        if spent and spent + len(pairs) * graph.num_nodes > _MAX_NODES_OF_MOVES:
+            break
+        spent += len(pairs) * graph.num_nodes
         moved = [sizes - units[giver] + units[taker] for giver, taker in pairs if sizes[giver] > 1]
         if not moved:
             break
@@ -107,3 +105,22 @@ def locally_improved(cut_graph: CutGraph, graph: StepGraph | PumpedGraph, cut: C
             break
         best_s, sizes = float(steps[least]), np.array(moved[least])
     return cut_at(np.cumsum(sizes).tolist()[:-1], cut_graph.num_units)
+
+
+def _pairs(sizes: np.ndarray, num_nodes: int) -> list[tuple[int, int]]:
+    """The pairs of stages between which a unit may move in a local search: all; or if there are many, those of neighbours, or those
+    of stages beside a step, which has another number of units on its other side.
+
+    Args:
+        sizes: Number of units of each stage.
+        num_nodes: Number of nodes of the schedule's graph.
+    """
+    stages = range(len(sizes))
+    pairs = [(giver, taker) for giver in stages for taker in stages if giver != taker]
+    if len(pairs) * num_nodes <= MAX_NODES:
+        return pairs
+    is_step = np.concatenate([[True], np.diff(sizes) != 0, [True]])
+    is_beside = is_step[:-1] | is_step[1:]
+    of_neighbours = [(giver, taker) for giver, taker in pairs if abs(giver - taker) == 1]
+    of_steps = [(giver, taker) for giver, taker in pairs if is_beside[giver] and is_beside[taker]]
+    return min(of_neighbours, of_steps, key=len)

@@ -1,7 +1,7 @@
 """Trials of single cuts: heuristics that find plans of a setting, which the full evaluation prices (:mod:`.evaluation`).
 
-The even cut and the cut nearest to the best fractional one are improved by moving units between stages (:mod:`.cut_times`), and
-get rows that fit (:mod:`.fitting`).
+The even cut, the cut nearest to the best fractional one and the best stepped one (:mod:`.stepped_cuts`) are improved by moving
+units between stages (:mod:`.cut_times`), and get rows that fit (:mod:`.fitting`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .evaluation import Evaluation
 from .fewer_blocks import with_fewer_blocks
 from .fitting import fitting_rows
 from .setting_bounds import RegionBound, SettingBounds
+from .stepped_cuts import best_stepped_cut
 
 __all__ = ["CutTrials"]
 
@@ -46,12 +47,14 @@ class CutTrials:
         self.tried: dict[tuple[int, ...], float] = {}
 
     def try_promising_cuts(self, region_bound: RegionBound) -> None:
-        """Try the even cut and the cut nearest to the best fractional one, after a local search, the one of the shorter step
-        first."""
+        """Try the even cut, the cut nearest to the best fractional one and the best stepped one, after a local search, the one of
+        the shortest step first."""
         widths, num_units, graph = self.setting.widths, self.cut_graph.num_units, self.bounds.graph
         even = np.cumsum(widths)[:-1] / sum(widths) * num_units
         whole = self.bounds.whole_region
         starts = [cut_at(whole.nearest_boundaries(ends), num_units) for ends in (even, region_bound.boundaries)]
+        stepped = best_stepped_cut(self.cut_graph, graph, region_bound.vectors)
+        starts += [] if stepped is None else [stepped]
         steps = graph.steps(times_of_cuts(self.cut_graph, starts, region_bound.vectors))
         for number in np.argsort(steps, kind="stable").tolist():
             improved = locally_improved(self.cut_graph, graph, starts[number], region_bound.vectors)

@@ -32,18 +32,19 @@ from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
 from autoddl.search.options import AUTO
 from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, StartPlan, make_plan
 
-from ..planners import Clock, Patience
+from ..planners import Clock
 from .evaluation import Evaluation, evaluate_unpipelined
 from .explorer import Explorer, setting_of
 from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
 from .least_memory import least_memory
 from .megatron_trials import megatron_trials
 from .meshes import has_all_divisions
+from .near_plans import improve_near, near_settings
 from .paper_planners import PLANNERS
 from .recipe_trials import recipe_trials
 from .result import Considered, JointOptions, PlanResult, Rival
 from .rivals import RECIPE, RIVAL_FAMILIES, SHARE_OF_FAMILIES, cheaper, describe_stop, paper_plan, plan_rivals
-from .search import Explored, Search, improve_near
+from .search import Explored, Search
 from .space import MAX_PASSES
 from .start import Start, start_note, start_problem, started
 
@@ -116,10 +117,7 @@ def plan_jointly(
         recipe = _recipe(job)
         known = min((plan for plan in (trial, recipe) if plan is not None), key=partial(_cost, job), default=None)
         if known is not None:
-            limit_s = min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S)
-            patience = Patience(limit_s, _LEAST_TIME_NEAR_S, job.stop)
-            is_free = options.base.micro_batch is None
-            near = improve_near(explorer, known, is_free, patience, job.tell, _LEAST_GAIN_NEAR)
+            near = _near(job, explorer, known)
     own = start.without_pipeline if start is not None and is_alone else None
     known_s = min((_cost(job, plan) for plan in (trial, near, recipe) if plan is not None), default=math.inf)
     unpipelined, error = _plan_without_pipeline(job, own, known_s)
@@ -171,6 +169,15 @@ def _recipe(job: PlanningJob) -> Evaluation | None:
     if best is not None:
         job.tell(best.step_s, 0.0, 1)
     return best
+
+
+def _near(job: PlanningJob, explorer: Explorer, plan: Evaluation) -> Evaluation:
+    """The best plan that is found near a first plan: in its setting, and in settings that differ from it in one respect."""
+    limit = Clock(min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S), job.stop)
+    nearby = partial(near_settings, explorer, job.options.base.micro_batch is None)
+    return improve_near(
+        explorer, plan, limit, _LEAST_TIME_NEAR_S, lambda better_s: job.tell(better_s, 0.0, 1), _LEAST_GAIN_NEAR, nearby
+    )
 
 
 def _plan_without_pipeline(

@@ -20,15 +20,15 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
-from ..planners import Patience
+from ..planners import Clock
 from .bounds import bound_class
 from .configuration import recomputed_inside
 from .evaluation import Evaluation
-from .explorer import RELATIVE_TOLERANCE, Explorer, Setting, setting_of
+from .explorer import RELATIVE_TOLERANCE, Explorer, Setting
 from .first_bounds import (
     ROUNDING,
     bound_by_balance,
@@ -40,10 +40,10 @@ from .first_bounds import (
     ways_of_balance,
 )
 from .meshes import StageMesh
+from .near_plans import improve_near
 from .setting_search import SettingSearch, UnsettledError
-from .space import MAX_PASSES
 
-__all__ = ["Explored", "Search", "explore", "improve_near"]
+__all__ = ["Explored", "Search", "explore"]
 
 #: Seconds of processor time of the first, second, ... attempt at one setting.
 _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
@@ -379,15 +379,12 @@ class Search:
         plan = self.result.best
         if plan is None or self.best_s >= self._improved_s or not plan.configuration.schedule.synchronous:
             return
-        limit_s = min(_LONGEST_NEAR_S, _SHARE_OF_NEAR * self._end.left_s)
-        patience = Patience(limit_s, _LEAST_NEAR_S, self._end.stop)
-        near = improve_near(
-            self.explorer,
-            plan,
-            False,
-            patience,
-            lambda better_s, *_: self.report(better_s, self.lower_bound_s, self.result.num_simulated),
-        )
+        limit = Clock(min(_LONGEST_NEAR_S, _SHARE_OF_NEAR * self._end.left_s), self._end.stop)
+
+        def tell(better_s: float) -> None:
+            self.report(better_s, self.lower_bound_s, self.result.num_simulated)
+
+        near = improve_near(self.explorer, plan, limit, _LEAST_NEAR_S, tell)
         near_s = near.cost(self.explorer.pricing.objective)
         if near_s < self.best_s:
             self.result.best, self.best_s = near, near_s
@@ -500,63 +497,6 @@ class Search:
                 self.result.best, self.best_s = setting_search.best, setting_search.best_s
                 self._best_setting = entry
             entry.bound_s = max(entry.bound_s, setting_search.bound_s * ROUNDING)
-
-
-def improve_near(
-    explorer: Explorer,
-    plan: Evaluation,
-    is_micro_batch_free: bool,
-    patience: Patience,
-    report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
-    least_gain: float = 0.0,
-) -> Evaluation:
-    """Return the best plan that is found in the setting of a good plan; else the plan itself.
-
-    After a better plan the search goes on to the settings with half and twice its micro-batch.
-
-    Args:
-        explorer: The tables and prices of the model on the cluster.
-        plan: A plan with a synchronous schedule.
-        is_micro_batch_free: Whether the plan may have another micro-batch.
-        patience: When to end the search with the best plan so far; renewed by better plans.
-        report: As in :func:`explore`.
-        least_gain: Part of the cost by which a plan must be better to renew the patience.
-    """
-    renewed_s = plan.cost(explorer.pricing.objective)
-
-    def tell(better_s: float) -> None:
-        nonlocal renewed_s
-        if better_s < renewed_s * (1 - least_gain):
-            patience.renew()
-            renewed_s = better_s
-        report(better_s, 0.0, 1)
-
-    batch = explorer.workload.batch
-    best, first = plan, setting_of(plan.configuration)
-    queue, seen = [first], {first}
-    while queue and not patience.is_over:
-        setting = queue.pop(0)
-        known_s = best.cost(explorer.pricing.objective)
-        found: Evaluation | None = None
-        if explorer.memory_demand(setting.schedule) is not None:
-            search = SettingSearch(explorer, setting, known_s, patience)
-            search.incumbent.tell = tell
-            try:
-                with explorer.stop.until(patience):
-                    search.improve([stage.num_units for stage in best.configuration.stages])
-            except (UnsettledError, StopRequestedError):
-                pass
-            found = search.best
-        if found is not None:
-            best = found
-            for size in (setting.micro_batch // 2, 2 * setting.micro_batch) if is_micro_batch_free else ():
-                if size and batch % size == 0:
-                    schedule = replace(setting.schedule, num_micro_batches=batch // size)
-                    near = Setting(setting.mesh, schedule, size)
-                    if near not in seen and schedule.num_stages * schedule.num_micro_batches <= MAX_PASSES:
-                        queue.append(near)
-                        seen.add(near)
-    return best
 
 
 def _time_slice(deadline: Deadline, seconds: float) -> Deadline:

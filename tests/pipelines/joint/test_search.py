@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,10 +12,11 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint import search as search_module
 from autoddl.pipelines.joint.explorer import Explorer, Setting, setting_of
+from autoddl.pipelines.joint.near_plans import improve_near
 from autoddl.pipelines.joint.partition import chain_of
-from autoddl.pipelines.joint.search import Search, _OpenSetting, explore, improve_near
+from autoddl.pipelines.joint.search import Search, _OpenSetting, explore
 from autoddl.pipelines.joint.setting_search import SettingSearch
-from autoddl.pipelines.planners import Patience
+from autoddl.pipelines.planners import Clock, Patience
 from autoddl.zoo import mlp
 
 
@@ -94,11 +94,7 @@ def test_small_gains_do_not_prolong_the_search_near_a_plan(explorer: Explorer, m
     monkeypatch.setattr(Patience, "renew", lambda patience: renewed.append(1))
     told: list[float] = []
 
-    def report(better_s: float, bound_s: float, simulated: int) -> None:
-        told.append(better_s)
-
-    patience = Patience(math.inf, 1.0)
-    improve_near(explorer, best, False, patience, report, least_gain=0.005)
+    improve_near(explorer, best, Clock(), 1.0, told.append, least_gain=0.005)
     assert told == steps.tolist() and len(renewed) == 1
-    improve_near(explorer, best, False, patience, report)
+    improve_near(explorer, best, Clock(), 1.0)
     assert len(renewed) == 1 + 4

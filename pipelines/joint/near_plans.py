@@ -1,0 +1,134 @@
+"""Better plans near a good one: in its setting, and in settings that differ from it in one respect.
+
+A setting *near* another one has the same division of the devices and either another schedule of the same stages, or half or twice
+the micro-batch.  A good plan often has a better one there: grouped GPipe, for example, waits less than interleaved 1F1B, where its
+activations fit.  The search in a setting is that of :meth:`.setting_search.SettingSearch.improve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+
+from autoddl.costmodel.stopping import StopRequestedError
+
+from ..planners import Clock, Patience
+from .configuration import PipelineSchedule
+from .evaluation import Evaluation
+from .explorer import Explorer, Setting, setting_of
+from .first_bounds import estimate_by_simulation
+from .setting_search import SettingSearch, UnsettledError
+
+__all__ = ["improve_near", "near_settings"]
+
+#: A setting near that of the best plan is searched if its estimated step is below this multiple of the plan's.
+_PROMISING = 1.05
+
+
+def improve_near(
+    explorer: Explorer,
+    plan: Evaluation,
+    limit: Clock,
+    least_s: float,
+    tell: Callable[[float], None] = lambda better_s: None,
+    least_gain: float = 0.0,
+    nearby: Callable[[Setting], Iterable[Setting]] = lambda setting: (),
+) -> Evaluation:
+    """Return the best plan that is found in the setting of a good plan, and in settings near it; else the plan itself.
+
+    Args:
+        explorer: The tables and prices of the model on the cluster.
+        plan: A plan with a synchronous schedule.
+        limit: When to end the search.
+        least_s: Seconds of processor time after which the search of a setting ends if it finds nothing; after a better plan it goes
+            on for as long as it had needed for that one.
+        tell: Called with the cost of each better plan.
+        least_gain: Part of the cost by which a plan must be better for the search of its setting to go on.
+        nearby: The settings near one: those near the setting of the plan are searched, and those near one that has a better plan,
+            the most promising one first.
+    """
+    best = plan
+    first = setting_of(plan.configuration)
+    queue, seen = [first], {first}
+    while queue and not limit.is_over:
+        setting = queue.pop(0)
+        better = _improved(explorer, setting, best, Patience(limit.left_s, least_s, limit.stop), tell, least_gain)
+        if better is None and setting != first:
+            continue
+        best = better or best
+        new = [near for near in dict.fromkeys(nearby(setting)) if near not in seen]
+        seen.update(new)
+        queue = _promising(explorer, [*queue, *new], best.cost(explorer.pricing.objective), limit)
+    return best
+
+
+def _improved(
+    explorer: Explorer,
+    setting: Setting,
+    plan: Evaluation,
+    patience: Patience,
+    tell: Callable[[float], None],
+    least_gain: float,
+) -> Evaluation | None:
+    """A plan of a setting that is better than a given one, with the same numbers of units or others; None if none is found."""
+    if explorer.memory_demand(setting.schedule) is None:
+        return None
+    known_s = renewed_s = plan.cost(explorer.pricing.objective)
+
+    def renew(better_s: float) -> None:
+        nonlocal renewed_s
+        if better_s < renewed_s * (1 - least_gain):
+            patience.renew()
+            renewed_s = better_s
+        tell(better_s)
+
+    search = SettingSearch(explorer, setting, known_s, patience)
+    search.incumbent.tell = renew
+    try:
+        with explorer.stop.until(patience):
+            search.improve([stage.num_units for stage in plan.configuration.stages])
+    except (UnsettledError, StopRequestedError):
+        pass
+    return search.best
+
+
+def _promising(explorer: Explorer, settings: Iterable[Setting], best_s: float, limit: Clock) -> list[Setting]:
+    """Those settings whose estimated steps are near the best step or below it, the least first."""
+    estimates = list[tuple[float, Setting]]()
+    try:
+        with explorer.stop.until(limit):
+            for setting in settings:
+                if explorer.memory_demand(setting.schedule) is not None:
+                    estimates.append((estimate_by_simulation(explorer, setting, 0.0, best_s), setting))
+    except StopRequestedError:
+        pass
+    estimates.sort(key=lambda one: one[0])
+    return [setting for estimate_s, setting in estimates if estimate_s < _PROMISING * best_s]
+
+
+def near_settings(explorer: Explorer, is_micro_batch_free: bool, setting: Setting) -> Iterator[Setting]:
+    """Iterate over the settings near one.
+
+    Args:
+        explorer: The tables and prices of the model on the cluster.
+        is_micro_batch_free: Whether the micro-batch may change.
+        setting: A setting with a synchronous schedule.
+    """
+    spec, size = setting.schedule, setting.micro_batch
+
+    def has_same_stages(other: PipelineSchedule) -> bool:
+        return (other.num_workers, other.groups, other.num_pipelines) == (
+            spec.num_workers,
+            spec.groups,
+            spec.num_pipelines,
+        )
+
+    def is_same_kind(other: PipelineSchedule) -> bool:
+        return replace(other, num_micro_batches=spec.num_micro_batches) == spec
+
+    near = [explorer.settings(size, False, has_same_stages)]
+    for other_size in (size // 2, 2 * size) if is_micro_batch_free else ():
+        if other_size and explorer.workload.batch % other_size == 0:
+            near.append(explorer.settings(other_size, False, is_same_kind))
+    return (one for one in chain.from_iterable(near) if one.mesh == setting.mesh and one != setting)
