@@ -29,16 +29,16 @@ import numpy as np
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import ClassCosts
 
+from .dominance import TOLERANCE, TooManyError, undominated
+
 __all__ = [
     "Front",
     "Guide",
-    "TooManyError",
     "VectorEdge",
     "VectorTable",
     "front",
     "least",
     "least_choices",
-    "undominated",
 ]
 
 #: Largest number of entries of a table over open variables, and of rows.
@@ -46,12 +46,6 @@ MAX_ENTRIES = 4_000_000
 MAX_ROWS = 400_000
 #: Number of candidate rows that are processed at once.
 _CHUNK = 1 << 18
-#: Relative difference of sums that counts as equal.
-_TOLERANCE = 1e-12
-
-
-class TooManyError(Exception):
-    """More entries or rows are needed than allowed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,52 +292,6 @@ def _classified(sums: np.ndarray, sizes: np.ndarray, rows: Sequence[np.ndarray])
     return _Options(kept, sums[kept], sizes[kept], of_class[kept], first)
 
 
-def undominated(
-    group: np.ndarray, values: np.ndarray, stop: Stop | None = None, most_rows: float = math.inf
-) -> np.ndarray:
-    """Ascending indices of the rows that no other row of their group dominates; of equal rows one remains.
-
-    Args:
-        group: non-negative integers, shape (rows,).
-        values: non-negative numbers, shape (rows, columns); row a dominates row b if it is no more in every column.
-        stop: ends the computation early: it compares each remaining row with many rows.
-        most_rows: largest number of rows of the result.
-
-    Raises:
-        TooManyError: more than ``most_rows`` rows remain.
-        StopRequestedError: the stop was requested.
-
-    >>> undominated(np.array([0, 0, 0, 1]), np.array([[1.0, 3.0], [2.0, 2.0], [2.0, 3.0], [5.0, 5.0]])).tolist()
-    [0, 1, 3]
-    """
-    if len(group) < 2:
-        return np.arange(len(group))
-    scale = values.max(axis=0)
-    values = values[:, scale > 0]
-    if not values.shape[1]:
-        return np.sort(np.unique(group, return_index=True)[1])
-    unit = values / scale[scale > 0]
-    rows = np.lexsort((unit.sum(axis=1), group))
-    group, unit = group[rows], np.ascontiguousarray(unit[rows].T)
-    kept = []
-    num_kept = 0
-    while len(rows):
-        if stop is not None:
-            stop.check()
-        # Nothing dominates the first remaining row of each group: rows are in the order of their sums.
-        is_first = np.ones(len(rows), dtype=bool)
-        np.not_equal(group[1:], group[:-1], out=is_first[1:])
-        first = np.flatnonzero(is_first)
-        kept.append(rows[first])
-        num_kept += len(first)
-        if num_kept > most_rows:
-            raise TooManyError
-        first_of = first[np.cumsum(is_first) - 1]
-        left = (unit[:, first_of] > unit + _TOLERANCE).any(axis=0)
-        rows, group, unit = rows[left], group[left], unit[:, left]
-    return np.sort(np.concatenate(kept))
-
-
 # ------------------------------------------------------------------------------------------- bounds on the remaining variables
 
 
@@ -486,7 +434,7 @@ def front(
     if not all_guides:
         all_guides.append((np.zeros(num), 0.0))
     remaining = _remaining(steps, np.array([weights for weights, _ in all_guides]))
-    caps = [threshold + _TOLERANCE * abs(threshold) for _, threshold in all_guides]
+    caps = [threshold + TOLERANCE * abs(threshold) for _, threshold in all_guides]
     if any(least_ > cap for least_, cap in zip(remaining[0], caps)):
         nothing = np.zeros((0, len(steps)), dtype=np.intp)
         return Front(nothing, np.zeros((0, num)), np.zeros(0))
@@ -550,7 +498,7 @@ def _extended(
                 fits &= flat @ weights + later.ravel()[code] <= cap
         if limit is not None:
             component, most = limit
-            fits &= flat[:, component] + togo[-1].ravel()[code] + size <= most * (1 + _TOLERANCE)
+            fits &= flat[:, component] + togo[-1].ravel()[code] + size <= most * (1 + TOLERANCE)
         chosen = np.flatnonzero(fits)
         columns = flat[chosen][:, compared]
         if limit is not None:

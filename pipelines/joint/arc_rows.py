@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoddl.search.fronts import TooManyError
+from autoddl.search.dominance import TooManyError
 
 from .block_counts import numbers_of_blocks
 from .space import SOME_BLOCKS

@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from autoddl.search.fronts import TooManyError
+from autoddl.search.dominance import TooManyError
 
 from .arc_rows import coarse, load_rows
 from .bounds import Bound

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from autoddl.costmodel.stopping import Stop
-from autoddl.search.fronts import undominated
+from autoddl.search.dominance import undominated
 
 __all__ = ["Extensions", "FailedStates", "States", "groups_of"]
 

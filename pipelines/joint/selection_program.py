@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoddl.search.fronts import undominated
+from autoddl.search.dominance import undominated
 
 from .row_constraints import RowConstraints
 from .row_states import Extensions

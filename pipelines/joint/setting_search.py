@@ -40,7 +40,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoddl.costmodel.stopping import Deadline
-from autoddl.search.fronts import TooManyError
+from autoddl.search.dominance import TooManyError
 
 from .bounds import Bound, balance_weights
 from .cut_plans import CutPlans

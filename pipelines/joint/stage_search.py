@@ -34,7 +34,8 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.table import ClassCosts
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import Baseline
-from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, VectorTable, front, least, least_choices
+from autoddl.search.dominance import TooManyError
+from autoddl.search.fronts import Front, Guide, VectorEdge, VectorTable, front, least, least_choices
 
 from .meshes import StageMesh
 from .partition import Chain

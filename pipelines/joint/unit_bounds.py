@@ -28,7 +28,8 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import fitting
-from autoddl.search.fronts import TooManyError, VectorTable, least, least_choices, undominated
+from autoddl.search.dominance import TooManyError, undominated
+from autoddl.search.fronts import VectorTable, least, least_choices
 
 from .configuration import recomputed_inside
 from .partition import ENTRY, Chain

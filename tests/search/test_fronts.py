@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.table import ClassCosts
-from autoddl.search.fronts import Guide, TooManyError, VectorEdge, VectorTable, front, least, least_choices, undominated
+from autoddl.search.dominance import TooManyError
+from autoddl.search.fronts import Guide, VectorEdge, VectorTable, front, least, least_choices
 
 COMPONENTS = 3
 
@@ -153,28 +154,6 @@ def test_small_pieces_make_the_same_front(table: VectorTable, piece: int) -> Non
         patch.setattr("autoddl.search.fronts._CHUNK", piece)
         again = front(table)
     assert sorted(map(tuple, whole.sums.tolist())) == sorted(map(tuple, again.sums.tolist()))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 2), *[st.integers(0, 4)] * 3), max_size=40),
-    st.integers(0, 3),
-    st.sampled_from([1.0, 1e-6, 1e12]),
-)
-def test_undominated_rows_are_those_that_no_other_row_dominates(
-    rows: list[tuple[int, ...]], columns: int, scale: float
-) -> None:
-    group = np.array([row[0] for row in rows], dtype=int)
-    values = np.array([row[1 : columns + 1] for row in rows], dtype=float).reshape(len(rows), columns)
-
-    def beats(a: int, b: int) -> bool:
-        """Of equal rows one remains."""
-        if group[a] != group[b] or (values[a] > values[b]).any():
-            return False
-        return bool((values[a] < values[b]).any()) or a < b
-
-    expected = [b for b in range(len(rows)) if not any(beats(a, b) for a in range(len(rows)) if a != b)]
-    assert undominated(group, values * scale).tolist() == expected
 
 
 def test_too_many_rows() -> None:

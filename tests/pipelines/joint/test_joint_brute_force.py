@@ -24,7 +24,7 @@ from autoddl.pipelines.joint.setting_bounds import SettingBounds
 from autoddl.pipelines.schedule import Kind
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
-from autoddl.search.fronts import TooManyError
+from autoddl.search.dominance import TooManyError
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import mlp
 
