@@ -50,8 +50,9 @@ _ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: An attempt looks at its time slice between its steps, so that what it knows by then is kept.  A step that takes longer is ended
 #: this many seconds after the slice, or half of the slice if that is longer.
 _LONGEST_STEP_S = 1.0
-#: Number of attempts at every setting after which each of the settings that are left gets a share of the time that is left.
-_MIN_SHORT_ATTEMPTS, _SHARE_OF_LONG_ATTEMPTS = 2, 0.7
+#: Number of attempts at every setting after which each of the settings that are left gets a share of the time that is left, and
+#: that share as a multiple of an equal one: most settings do not need all of theirs.
+_MIN_SHORT_ATTEMPTS, _EQUAL_SHARES = 2, 1.4
 #: Number of attempts at the setting of the incumbent, those of the shortest slices, before other settings are bounded; and if its
 #: bound is above the second part of the incumbent, so that it is nearly settled.
 _MAX_EARLY_ATTEMPTS, _MAX_CLOSE_ATTEMPTS, _NEARLY_SETTLED = 2, 3, 0.995
@@ -458,7 +459,7 @@ class Search:
         if not math.isfinite(self._end.left_s) or any(queue and queue[0].bound_s < limit_s for queue in few):
             return time_s
         num_left = sum(one.bound_s < limit_s for queue in self._undecided for one in queue)
-        return max(time_s, (_SHARE_OF_LONG_ATTEMPTS if num_left > 1 else 1.0) * self._end.left_s)
+        return max(time_s, min(1.0, _EQUAL_SHARES / num_left) * self._end.left_s)
 
     def _attempt(self, entry: _OpenSetting, is_early: bool = False) -> None:
         """Search one setting for a better plan within its time slice; raise its bound.

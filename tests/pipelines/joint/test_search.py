@@ -62,7 +62,7 @@ def test_the_last_settings_share_the_time_that_is_left(explorer: Explorer) -> No
     first, second = (_OpenSetting(1.0, number, setting, num_attempts=2) for number in range(2))
     short_s = search_module._ATTEMPTS_S[2]
     search._undecided[2].extend([first, second])
-    share = search_module._SHARE_OF_LONG_ATTEMPTS
+    share = search_module._EQUAL_SHARES / 2
     assert search._slice_s(first) == 1000.0 * share > short_s
     # Settings with fewer attempts come first, unless their bounds exclude them.
     search._undecided[1].append(_OpenSetting(1.5, 2, setting, num_attempts=1))
