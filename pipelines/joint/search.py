@@ -459,7 +459,7 @@ class Search:
         if not math.isfinite(self._end.left_s) or any(queue and queue[0].bound_s < limit_s for queue in few):
             return time_s
         num_left = sum(one.bound_s < limit_s for queue in self._undecided for one in queue)
-        return max(time_s, min(1.0, _EQUAL_SHARES / num_left) * self._end.left_s)
+        return max(time_s, min(1.0, _EQUAL_SHARES / max(1, num_left)) * self._end.left_s)
 
     def _attempt(self, entry: _OpenSetting, is_early: bool = False) -> None:
         """Search one setting for a better plan within its time slice; raise its bound.

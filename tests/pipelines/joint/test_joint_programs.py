@@ -135,6 +135,7 @@ def test_the_best_cut_by_all_bounds(
     dice, units, terms = np.random.default_rng(seed), len(kinds), Terms(stages)
     crossing = crosses * dice.exponential(0.5, (stages - 1, 3))[:, kinds]
     weights = dice.integers(0, 5, (count, terms.count)).astype(float)
+    weights[:, 0] += 1.0  # a path that passes nothing asks for the bytes, which are 1 for each unit
     values = {path.tobytes(): dice.exponential(1.0, (stages, 3))[:, kinds] for path in weights}
     cut_graph = SimpleNamespace(
         num_stages=stages,

@@ -75,6 +75,9 @@ def test_the_last_settings_share_the_time_that_is_left(explorer: Explorer) -> No
     # The last one has all the time; without a limit there is nothing to share.
     second.bound_s = 2.0
     assert search._slice_s(first) == 1000.0
+    # So does one outside of the queues, while its bound is settled otherwise.
+    search._undecided[2].clear()
+    assert search._slice_s(first) == 1000.0
     search.deadline = Deadline()
     assert search._slice_s(first) == short_s
 
