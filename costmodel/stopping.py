@@ -82,9 +82,14 @@ class Deadline:
         return self.stopped
 
     @property
+    def spent_s(self) -> float:
+        """Seconds since construction."""
+        return self._timer() - self._begin
+
+    @property
     def left_s(self) -> float:
         """Seconds until the time limit; infinite without a limit."""
-        return self.limit_s - (self._timer() - self._begin)
+        return self.limit_s - self.spent_s
 
     def part(self, share: float) -> Deadline:
         """A deadline with the same start and stop, and ``share`` of the time limit."""

@@ -31,6 +31,7 @@ def improve_near(
     plan: Evaluation,
     limit: Clock,
     least_s: float,
+    until_first_s: float,
     tell: Callable[[float], None] = lambda better_s: None,
     least_gain: float = 0.0,
     nearby: Callable[[Setting], Iterable[Setting]] = lambda setting: (),
@@ -41,8 +42,10 @@ def improve_near(
         explorer: The tables and prices of the model on the cluster.
         plan: A plan with a synchronous schedule.
         limit: When to end the search.
-        least_s: Seconds of processor time after which the search of a setting ends if it finds nothing; after a better plan it goes
-            on for as long as it had needed for that one.
+        least_s: Seconds of processor time that each setting gets at least.  After a better plan the search of a setting goes on for
+            as long as it had needed for that one.
+        until_first_s: Seconds of processor time, at most, until the first better plan in the setting of the given one, whatever the
+            limit.  As long as no better plan is found in another setting, it gets no more time than this one took.
         tell: Called with the cost of each better plan.
         least_gain: Part of the cost by which a plan must be better for the search of its setting to go on.
         nearby: The settings near one: those near the setting of the plan are searched, and those near one that has a better plan,
@@ -52,9 +55,12 @@ def improve_near(
     first = setting_of(plan.configuration)
     queue, seen = [first], {first}
     while queue and not limit.is_over:
-        setting = queue.pop(0)
-        better = _improved(explorer, setting, best, Patience(limit.left_s, least_s, limit.stop), tell, least_gain)
-        if better is None and setting != first:
+        setting, took = queue.pop(0), Clock()
+        patience = Patience(limit.left_s, least_s, limit.stop, until_first_s)
+        better = _improved(explorer, setting, best, patience, tell, least_gain)
+        if setting == first:
+            until_first_s = max(least_s, took.spent_s)
+        elif better is None:
             continue
         best = better or best
         new = [near for near in dict.fromkeys(nearby(setting)) if near not in seen]

@@ -59,9 +59,9 @@ _SHARE_OF_TRIALS = 0.01
 _LEAST_TIME_OF_TRIALS_S = 0.5
 #: Share of the time limit for recipes.
 _SHARE_OF_RECIPES = 0.12
-#: Share of the time limit for the search near the best trial or recipe, the seconds of processor time that it gets at most, and
-#: those that it gets at least if it finds something.
-_SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_TIME_NEAR_S = 0.2, 4.0, 1.0
+#: Share of the time limit for the search near the best trial or recipe until it finds a better plan, the seconds of processor time
+#: after which it ends if it has found one, and those that each setting gets at least.
+_SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_TIME_NEAR_S = 0.35, 4.0, 1.0
 #: Part of its cost by which the first plan must become better for the search near it to go on: it is not the last one.
 _LEAST_GAIN_NEAR = 0.005
 #: Share of the time limit for the early incumbent of the whole space.
@@ -173,10 +173,16 @@ def _recipe(job: PlanningJob) -> Evaluation | None:
 
 def _near(job: PlanningJob, explorer: Explorer, plan: Evaluation) -> Evaluation:
     """The best plan that is found near a first plan: in its setting, and in settings that differ from it in one respect."""
-    limit = Clock(min(_SHARE_NEAR * job.time_limit_s, _MOST_TIME_NEAR_S), job.stop)
-    nearby = partial(near_settings, explorer, job.options.base.micro_batch is None)
+    until_first_s = _SHARE_NEAR * job.time_limit_s
     return improve_near(
-        explorer, plan, limit, _LEAST_TIME_NEAR_S, lambda better_s: job.tell(better_s, 0.0, 1), _LEAST_GAIN_NEAR, nearby
+        explorer,
+        plan,
+        Clock(min(until_first_s, _MOST_TIME_NEAR_S), job.stop),
+        _LEAST_TIME_NEAR_S,
+        until_first_s,
+        lambda better_s: job.tell(better_s, 0.0, 1),
+        _LEAST_GAIN_NEAR,
+        partial(near_settings, explorer, job.options.base.micro_batch is None),
     )
 
 

@@ -380,12 +380,12 @@ class Search:
         plan = self.result.best
         if plan is None or self.best_s >= self._improved_s or not plan.configuration.schedule.synchronous:
             return
-        limit = Clock(min(_LONGEST_NEAR_S, _SHARE_OF_NEAR * self._end.left_s), self._end.stop)
+        limit_s = min(_LONGEST_NEAR_S, _SHARE_OF_NEAR * self._end.left_s)
 
         def tell(better_s: float) -> None:
             self.report(better_s, self.lower_bound_s, self.result.num_simulated)
 
-        near = improve_near(self.explorer, plan, limit, _LEAST_NEAR_S, tell)
+        near = improve_near(self.explorer, plan, Clock(limit_s, self._end.stop), _LEAST_NEAR_S, limit_s, tell)
         near_s = near.cost(self.explorer.pricing.objective)
         if near_s < self.best_s:
             self.result.best, self.best_s = near, near_s

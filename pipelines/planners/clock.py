@@ -29,6 +29,7 @@ class Patience(Clock):
         limit_s: Seconds of processor time, at most.
         least_s: Seconds of processor time, at least.
         stop: A stop that ends the clock early; None for none.
+        until_first_s: Seconds of processor time, at most, until the first better result; by default ``limit_s``.
 
     >>> patience = Patience(limit_s=100.0, least_s=10.0)
     >>> patience.left_s > 90.0  # nothing is known yet
@@ -38,11 +39,12 @@ class Patience(Clock):
     True
     """
 
-    def __init__(self, limit_s: float, least_s: float, stop: Stop | None = None) -> None:
-        super().__init__(limit_s, stop)
+    def __init__(
+        self, limit_s: float, least_s: float, stop: Stop | None = None, until_first_s: float | None = None
+    ) -> None:
+        super().__init__(limit_s if until_first_s is None else until_first_s, stop)
         self._most_s, self._least_s = limit_s, least_s
 
     def renew(self) -> None:
         """Note that the search has found a better result."""
-        spent_s = self._timer() - self._begin
-        self.limit_s = min(self._most_s, max(self._least_s, 2 * spent_s))
+        self.limit_s = min(self._most_s, max(self._least_s, 2 * self.spent_s))

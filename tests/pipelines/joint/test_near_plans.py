@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.joint import cut_times, cut_trials
+from autoddl.pipelines.joint import cut_times, cut_trials, near_plans
 from autoddl.pipelines.joint.cut_regions import Cut, cut_at
 from autoddl.pipelines.joint.cut_times import locally_improved
 from autoddl.pipelines.joint.cut_trials import CutTrials
@@ -24,6 +24,7 @@ from autoddl.pipelines.joint.near_plans import improve_near, near_settings
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.search import explore
 from autoddl.pipelines.joint.setting_bounds import SettingBounds
+from autoddl.pipelines.joint.setting_search import SettingSearch
 from autoddl.pipelines.joint.stepped_cuts import best_stepped_cut, stepped_sizes
 from autoddl.pipelines.planners import Clock
 from autoddl.zoo import mlp
@@ -84,19 +85,41 @@ def test_a_better_plan_is_found_in_another_schedule(explorer: Explorer) -> None:
     best_s = min(best_of(explorer, setting).step_s for setting in nearby(own))
     assert best_s < 0.95 * first.step_s
     told: list[float] = []
-    found = improve_near(explorer, first, Clock(), math.inf, told.append, nearby=nearby)
+    found = improve_near(explorer, first, Clock(), math.inf, math.inf, told.append, nearby=nearby)
     assert best_s * (1 - 1e-9) <= found.step_s < 0.95 * first.step_s and told == sorted(told, reverse=True)
     assert setting_of(found.configuration) in set(nearby(own))
     # Without other settings, and without time, it is the first plan.
-    assert improve_near(explorer, first, Clock(), math.inf) is first
-    assert improve_near(explorer, first, Clock(0.0), math.inf, nearby=nearby) is first
+    assert improve_near(explorer, first, Clock(), math.inf, math.inf) is first
+    assert improve_near(explorer, first, Clock(0.0), math.inf, math.inf, nearby=nearby) is first
+
+
+def test_the_time_in_other_settings_is_that_of_the_first_one(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first setting is searched for 5 s without success; each other one gets 5 s of the rest, and what a better plan adds."""
+    own = next(iter(explorer.settings(4, False, lambda spec: spec.name == "zero-bubble" and spec.num_workers == 3)))
+    nearby, plan, now, given = partial(near_settings, explorer, False), best_of(explorer, own), 0.0, list[float]()
+    monkeypatch.setattr("time.process_time", lambda: now)
+    monkeypatch.setattr(near_plans, "_promising", lambda explorer, settings, best_s, limit: list(settings))
+
+    def improve(self: SettingSearch, sizes: object) -> None:
+        nonlocal now
+        given.append(self.deadline.left_s)
+        now += 5.0 if self.setting == own else 4.0
+
+    monkeypatch.setattr(SettingSearch, "improve", improve)
+    assert improve_near(explorer, plan, Clock(12.0), 1.0, 60.0, nearby=nearby) is plan
+    assert given == [60.0, 5.0, 5.0]  # 13 s are over
+    # If the first one takes longer than the limit, it is the only one.
+    given.clear()
+    assert improve_near(explorer, plan, Clock(4.0), 1.0, 60.0, nearby=nearby) is plan and given == [60.0]
 
 
 def test_better_plans_lead_to_the_settings_near_them(explorer: Explorer) -> None:
     """From 16 micro-batches to one, in steps of 2, each from a better plan."""
     own = next(iter(explorer.settings(1, False, lambda spec: spec.name == "gpipe" and spec.num_workers == 3)))
     found = improve_near(
-        explorer, best_of(explorer, own), Clock(), math.inf, nearby=partial(near_settings, explorer, True)
+        explorer, best_of(explorer, own), Clock(), math.inf, math.inf, nearby=partial(near_settings, explorer, True)
     )
     assert found.configuration.schedule.num_micro_batches == 1
 

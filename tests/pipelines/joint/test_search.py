@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_small_gains_do_not_prolong_the_search_near_a_plan(explorer: Explorer, m
     monkeypatch.setattr(Patience, "renew", lambda patience: renewed.append(1))
     told: list[float] = []
 
-    improve_near(explorer, best, Clock(), 1.0, told.append, least_gain=0.005)
+    improve_near(explorer, best, Clock(), 1.0, math.inf, told.append, least_gain=0.005)
     assert told == steps.tolist() and len(renewed) == 1
-    improve_near(explorer, best, Clock(), 1.0)
+    improve_near(explorer, best, Clock(), 1.0, math.inf)
     assert len(renewed) == 1 + 4

@@ -9,6 +9,7 @@ import pytest
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.pipelines.planners import (
     Clock,
+    Patience,
     PlannerError,
     ProfiledWorkload,
     StageConstraints,
@@ -76,3 +77,21 @@ def test_stages_in_order_take_the_devices_one_after_another() -> None:
     for plan in result.simulated:
         devices = [device for stage in plan.stages for device in stage.devices]
         assert devices == list(range(16))
+
+
+def test_patience_with_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lasts as long again as the last better result took, and longer until the first one if that is allowed."""
+    now = 100.0
+    monkeypatch.setattr("time.process_time", lambda: now)
+    patience, late = Patience(10.0, 2.0), Patience(10.0, 2.0, until_first_s=30.0)
+    assert (patience.left_s, late.left_s) == (10.0, 30.0)
+    now += 0.5
+    patience.renew()
+    assert patience.left_s == 2.0 - 0.5  # at least 2 s in all
+    now += 1.0
+    patience.renew()
+    assert patience.left_s == 1.5  # as long again
+    now += 13.5  # 15 s in all: after the limit, but before the first better result of the second one
+    assert patience.is_over and not late.is_over
+    late.renew()
+    assert late.is_over
