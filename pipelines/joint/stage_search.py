@@ -55,7 +55,7 @@ __all__ = [
 
 
 #: Largest number of rows of a front.
-_MAX_ROWS = 8_000
+_MAX_ROWS = 32_000
 #: Largest number of partial rows in a search for a single row.
 _MAX_PARTIAL_ROWS = 100_000
 #: The search for the cheapest row first considers rows up to this relative distance above the lower bound.
