@@ -7,6 +7,7 @@ activations fit.  The search in a setting is that of :meth:`.setting_search.Sett
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -47,7 +48,7 @@ def improve_near(
         until_first_s: Seconds of processor time, at most, until the first better plan in the setting of the given one, whatever the
             limit.  As long as no better plan is found in another setting, it gets no more time than this one took.
         tell: Called with the cost of each better plan.
-        least_gain: Part of the cost by which a plan must be better for the search of its setting to go on.
+        least_gain: Part of the cost by which a plan must be better than the one before for the search of its setting to go on.
         nearby: The settings near one: those near the setting of the plan are searched, and those near one that has a better plan,
             the most promising one first.
     """
@@ -80,7 +81,8 @@ def _improved(
     """A plan of a setting that is better than a given one, with the same numbers of units or others; None if none is found."""
     if explorer.memory_demand(setting.schedule) is None:
         return None
-    known_s = renewed_s = plan.cost(explorer.pricing.objective)
+    known_s = plan.cost(explorer.pricing.objective)
+    renewed_s = math.inf  # the first better plan ends the time until there is one, however little it gains
 
     def renew(better_s: float) -> None:
         nonlocal renewed_s

@@ -61,7 +61,7 @@ _LEAST_TIME_OF_TRIALS_S = 0.5
 _SHARE_OF_RECIPES = 0.12
 #: Share of the time limit for the search near the best trial or recipe until it finds a better plan, the seconds of processor time
 #: after which it ends if it has found one, and those that each setting gets at least.
-_SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_TIME_NEAR_S = 0.35, 4.0, 1.0
+_SHARE_NEAR, _MOST_TIME_NEAR_S, _LEAST_TIME_NEAR_S = 0.35, 6.0, 1.0
 #: Part of its cost by which the first plan must become better for the search near it to go on: it is not the last one.
 _LEAST_GAIN_NEAR = 0.005
 #: Share of the time limit for the early incumbent of the whole space.

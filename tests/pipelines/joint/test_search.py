@@ -99,6 +99,6 @@ def test_small_gains_do_not_prolong_the_search_near_a_plan(explorer: Explorer, m
     told: list[float] = []
 
     improve_near(explorer, best, Clock(), 1.0, math.inf, told.append, least_gain=0.005)
-    assert told == steps.tolist() and len(renewed) == 1
+    assert told == steps.tolist() and len(renewed) == 2  # by the first one, and by 0.9
     improve_near(explorer, best, Clock(), 1.0, math.inf)
-    assert len(renewed) == 1 + 4
+    assert len(renewed) == 2 + 5
