@@ -58,7 +58,7 @@ def undominated(
     unit = values / scale[scale > 0]
     rows = np.lexsort((unit.sum(axis=1), group))
     group, unit = group[rows], np.ascontiguousarray(unit[rows].T)
-    kept: list[np.ndarray] = []
+    kept, num_kept = list[np.ndarray](), 0
     while len(rows):
         if stop is not None:
             stop.check()
@@ -67,14 +67,13 @@ def undominated(
         np.not_equal(group[1:], group[:-1], out=is_first[1:])
         first = np.flatnonzero(is_first)
         if len(rows) >= _LARGE_GROUP * len(first):
-            num_left = most_rows - sum(map(len, kept))
             for begin, end in zip(first.tolist(), [*first[1:].tolist(), len(rows)]):
-                own = rows[begin:end][_of_one_group(unit[:, begin:end], stop, num_left)]
-                num_left -= len(own)
-                kept.append(own)
+                kept.append(rows[begin:end][_of_one_group(unit[:, begin:end], stop, most_rows - num_kept)])
+                num_kept += len(kept[-1])
             break
         kept.append(rows[first])
-        if sum(map(len, kept)) > most_rows:
+        num_kept += len(first)
+        if num_kept > most_rows:
             raise TooManyError
         first_of = first[np.cumsum(is_first) - 1]
         left = (unit[:, first_of] > unit + TOLERANCE).any(axis=0)

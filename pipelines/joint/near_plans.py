@@ -54,9 +54,9 @@ def improve_near(
     """
     best = plan
     first = setting_of(plan.configuration)
-    queue, seen = [first], {first}
+    queue, seen = [(0.0, first)], {first}
     while queue and not limit.is_over:
-        setting, took = queue.pop(0), Clock()
+        (_, setting), took = queue.pop(0), Clock()
         patience = Patience(limit.left_s, least_s, limit.stop, until_first_s)
         better = _improved(explorer, setting, best, patience, tell, least_gain)
         if setting == first:
@@ -64,9 +64,11 @@ def improve_near(
         elif better is None:
             continue
         best = better or best
-        new = [near for near in dict.fromkeys(nearby(setting)) if near not in seen]
+        new = [near for near in nearby(setting) if near not in seen]
         seen.update(new)
-        queue = _promising(explorer, [*queue, *new], best.cost(explorer.pricing.objective), limit)
+        best_s = best.cost(explorer.pricing.objective)
+        queue += _estimates(explorer, new, best_s, limit)
+        queue = sorted((one for one in queue if one[0] < _PROMISING * best_s), key=lambda one: one[0])
     return best
 
 
@@ -101,8 +103,10 @@ def _improved(
     return search.best
 
 
-def _promising(explorer: Explorer, settings: Iterable[Setting], best_s: float, limit: Clock) -> list[Setting]:
-    """Those settings whose estimated steps are near the best step or below it, the least first."""
+def _estimates(
+    explorer: Explorer, settings: Iterable[Setting], best_s: float, limit: Clock
+) -> list[tuple[float, Setting]]:
+    """The settings with estimates of their steps, as far as the limit allows; infinite if none can be better than ``best_s``."""
     estimates = list[tuple[float, Setting]]()
     try:
         with explorer.stop.until(limit):
@@ -111,8 +115,7 @@ def _promising(explorer: Explorer, settings: Iterable[Setting], best_s: float, l
                     estimates.append((estimate_by_simulation(explorer, setting, 0.0, best_s), setting))
     except StopRequestedError:
         pass
-    estimates.sort(key=lambda one: one[0])
-    return [setting for estimate_s, setting in estimates if estimate_s < _PROMISING * best_s]
+    return estimates
 
 
 def near_settings(explorer: Explorer, is_micro_batch_free: bool, setting: Setting) -> Iterator[Setting]:

@@ -100,7 +100,7 @@ def test_the_time_in_other_settings_is_that_of_the_first_one(
     own = next(iter(explorer.settings(4, False, lambda spec: spec.name == "zero-bubble" and spec.num_workers == 3)))
     nearby, plan, now, given = partial(near_settings, explorer, False), best_of(explorer, own), 0.0, list[float]()
     monkeypatch.setattr("time.process_time", lambda: now)
-    monkeypatch.setattr(near_plans, "_promising", lambda explorer, settings, best_s, limit: list(settings))
+    monkeypatch.setattr(near_plans, "estimate_by_simulation", lambda explorer, setting, step_s, best_s: step_s)
 
     def improve(self: SettingSearch, sizes: object) -> None:
         nonlocal now
