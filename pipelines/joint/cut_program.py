@@ -22,6 +22,14 @@ complete before boundary b:
 
     c(b, r + 1) / size(r + 1)   <=   z(b, r)   <=   c(b, r) / size(r)
 
+**Totals.**  The number of units of all stages of a worker w is a variable of its own if the worker has several stages:
+
+    t(w)  =  sum over w's stages s and over r of n(s, r)
+
+It says nothing new.  But every worker must work for most of a good step, so that its total has few values, while units can move
+between its stages almost freely.  So it is good to branch on totals.  With theta fixed, the largest value of each total without
+integrality, rounded down, leaves even fewer.
+
 **Memory.**  Prices of memory make cuts that do not fit expensive.  Without an incumbent no cut is too expensive.  Then memory
 limits are constraints, with m(s, r) the least bytes of a unit of run r at stage s:
 
@@ -44,7 +52,7 @@ from .cut_graph import CutGraph
 from .cut_regions import Cut, Region
 
 if TYPE_CHECKING:
-    from scipy.optimize import OptimizeResult
+    from scipy.optimize import LinearConstraint, OptimizeResult
 
 __all__ = ["TOLERANCE", "CutProgram"]
 
@@ -52,6 +60,8 @@ __all__ = ["TOLERANCE", "CutProgram"]
 TOLERANCE = 2e-6
 #: Relative gap between the solver's cut and its bound at which the solver ends.
 _GAP = 1e-4
+#: A largest total is rounded down, after this is added to it: far more than the tolerance of the solver.
+_ROUNDING = 1e-3
 #: Status of SciPy's `milp` for an infeasible program.
 _INFEASIBLE = 2
 
@@ -77,6 +87,12 @@ class CutProgram:
         self._binaries = [(b, r) for b in range(self.stages - 1) for r in pairs]
         #: Number of variables n(s, r).
         self._num_counts = self.stages * self.runs
+        #: The stages of each worker; workers of equal stages count once.
+        self._stages_of_workers = sorted({tuple(stage for _, stage in held) for held in cut_graph.demand.homes})
+        #: Those that have a variable t(w).
+        self._shared = [stages for stages in self._stages_of_workers if len(stages) > 1]
+        #: Number of all variables: n(s, r), z(b, r), t(w) and theta.
+        self._num_variables = self._num_counts + len(self._binaries) + len(self._shared) + 1
 
     def knows(self, path: np.ndarray) -> bool:
         """Return whether a path, without prices of memory, is one of the bounds."""
@@ -162,42 +178,68 @@ class CutProgram:
         return min(threshold, float(dual_bound) * scale * (1 - TOLERANCE))
 
     def _solution(self, region: Region, scale: float, most: float, minimises: bool, seconds: float) -> OptimizeResult:
-        """Solve the program; its variables are n(s, r), z(b, r) and theta.
+        """Solve the program; its variables are n(s, r), z(b, r), t(w) and theta.
 
         Args:
             region: The region of the cuts.
             scale: Unit of theta [s].
             most: Largest theta, in units of ``scale``; without a limit the memory of workers is limited.
-            minimises: Whether theta is minimised.
+            minimises: Whether theta is minimised; if not, the ranges of totals are narrowed first.
             seconds: Time limit of the solver.
         """
         # Imported here because loading SciPy's optimizers takes longer than most searches.
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import Bounds, milp
+
+        constraints = self._constraints(region, scale, most)
+        lower, upper = self._ranges(region, most)
+        if not minimises:
+            for total in self._totals:
+                relaxed = milp(-np.eye(1, self._num_variables, total)[0], constraints=constraints, bounds=Bounds(lower, upper))
+                if relaxed.x is None:
+                    return relaxed
+                upper[total] = math.floor(-relaxed.fun + _ROUNDING)
+        return milp(
+            np.eye(1, self._num_variables, self._num_variables - 1)[0] * minimises,
+            constraints=constraints,
+            integrality=np.append(np.ones(self._num_variables - 1), 0.0),
+            bounds=Bounds(lower, upper),
+            options={"mip_rel_gap": _GAP, "time_limit": max(seconds, 0.01)},
+        )
+
+    @property
+    def _totals(self) -> range:
+        """The variables t(w)."""
+        return range(self._num_variables - 1 - len(self._shared), self._num_variables - 1)
+
+    def _constraints(self, region: Region, scale: float, most: float) -> list[LinearConstraint]:
+        """Return the constraints of the program; arguments as those of :meth:`_solution`."""
+        from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_matrix
 
-        num_binaries = len(self._binaries)
-        size = self._num_counts + num_binaries + 1
-        rows, constants = np.array(self._rows) / scale, np.array(self._constants) / scale
-        of_bounds = np.hstack([rows, np.zeros((len(rows), num_binaries)), -np.ones((len(rows), 1))])
+        of_bounds = self._padded(np.array(self._rows) / scale)
+        of_bounds[:, -1] = -1.0
         matrix, low, high = self._cut_constraints(region)
         constraints = [
-            LinearConstraint(csr_matrix(of_bounds), -np.inf, -constants),
+            LinearConstraint(csr_matrix(of_bounds), -np.inf, -np.array(self._constants) / scale),
             LinearConstraint(csr_matrix(matrix), low, high),
         ]
         if math.isinf(most):
-            memory = np.hstack([self._memory_rows, np.zeros((len(self._memory_rows), num_binaries + 1))])
-            constraints.append(LinearConstraint(csr_matrix(memory), -np.inf, 1 + TOLERANCE))
-        upper = np.append(
-            np.where(self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
-            np.append(np.ones(num_binaries), most),
-        )
-        return milp(
-            np.append(np.zeros(size - 1), float(minimises)),
-            constraints=constraints,
-            integrality=np.append(np.ones(size - 1), 0.0),
-            bounds=Bounds(np.append(np.zeros(size - 1), -np.inf), upper),
-            options={"mip_rel_gap": _GAP, "time_limit": max(seconds, 0.01)},
-        )
+            constraints.append(LinearConstraint(csr_matrix(self._padded(self._memory_rows)), -np.inf, 1 + TOLERANCE))
+        return constraints
+
+    def _ranges(self, region: Region, most: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least and the largest value of each variable; arguments as those of :meth:`_solution`."""
+        lower, upper = np.zeros(self._num_variables), np.ones(self._num_variables)
+        lower[-1], upper[-1] = -np.inf, most
+        upper[: self._num_counts] = np.where(self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0).ravel()
+        # Every stage has a unit.  With 0 in place of that the solver would see that totals are free, and remove them.
+        lower[self._totals] = [len(stages) for stages in self._shared]
+        upper[self._totals] = self.num_units
+        return lower, upper
+
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        """Coefficients of all variables, from those of n: shape (rows, variables) from (rows, stages * runs)."""
+        return np.pad(rows, ((0, 0), (0, self._num_variables - self._num_counts)))
 
     def _cut_of(self, solution: np.ndarray) -> Cut:
         """Return the cut of a solution's variables."""
@@ -207,29 +249,27 @@ class CutProgram:
 
     @cached_property
     def _memory_rows(self) -> np.ndarray:
-        """Coefficients of n in the least bytes on each worker, in memory limits; workers of equal stages count once."""
-        stages_of_workers = sorted({tuple(stage for _, stage in held) for held in self.cut_graph.demand.homes})
+        """Coefficients of n in the least bytes on each worker, in memory limits."""
         least = self.cut_graph.least_of_units(np.zeros(self.cut_graph.terms.count), np.ones(self.stages))
         assert least is not None
         nbytes = least[:, self.first]
-        rows = np.zeros((len(stages_of_workers), *nbytes.shape))
-        for row, stages in zip(rows, stages_of_workers):
+        rows = np.zeros((len(self._stages_of_workers), *nbytes.shape))
+        for row, stages in zip(rows, self._stages_of_workers):
             for stage in stages:
                 row[stage] += nbytes[stage]
         return rows.reshape(len(rows), -1) / self.cut_graph.limit_bytes
 
     def _cut_constraints(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the constraints by which n is a cut of the region: coefficients, least values and largest values."""
-        size = self._num_counts + len(self._binaries) + 1
         rows: list[np.ndarray] = []
         low: list[float] = []
         high: list[float] = []
 
-        def put(coefficients: np.ndarray, least: float, most: float, binary: tuple[int, float] | None = None) -> None:
-            row = np.zeros(size)
+        def put(coefficients: np.ndarray, least: float, most: float, other: tuple[int, float] | None = None) -> None:
+            row = np.zeros(self._num_variables)
             row[: self._num_counts] = coefficients.ravel()
-            if binary is not None:
-                row[self._num_counts + binary[0]] = binary[1]
+            if other is not None:
+                row[self._num_counts + other[0]] = other[1]
             rows.append(row)
             low.append(least)
             high.append(most)
@@ -245,6 +285,11 @@ class CutProgram:
             of_stage = np.zeros(shape)
             of_stage[stage] = 1.0
             put(of_stage, 1.0, np.inf)
+        for number, stages in enumerate(self._shared):
+            # The units of the worker's stages are its total.
+            of_worker = np.zeros(shape)
+            of_worker[list(stages)] = 1.0
+            put(of_worker, 0.0, 0.0, (len(self._binaries) + number, -1.0))
         for boundary, (least, most) in enumerate(region.ranges):
             # The boundary is within its range.
             before = np.zeros(shape)
