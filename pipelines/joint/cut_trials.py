@@ -13,7 +13,7 @@ import numpy as np
 
 from autoddl.costmodel.strategy import Strategy
 
-from .bounds import Bound, worker_loads
+from .bounds import Bound, balance_weights, worker_loads
 from .cut_regions import Cut, bottleneck_cut, cut_at
 from .cut_times import MAX_NODES, locally_improved, times_of_cuts
 from .evaluation import Evaluation
@@ -49,16 +49,25 @@ class CutTrials:
     def try_promising_cuts(self, region_bound: RegionBound) -> None:
         """Try the even cut, the cut nearest to the best fractional one and the best stepped one, after a local search, the one of
         the shortest step first."""
-        widths, num_units, graph = self.setting.widths, self.cut_graph.num_units, self.bounds.graph
-        even = np.cumsum(widths)[:-1] / sum(widths) * num_units
-        whole = self.bounds.whole_region
-        starts = [cut_at(whole.nearest_boundaries(ends), num_units) for ends in (even, region_bound.boundaries)]
+        num_units, graph = self.cut_graph.num_units, self.bounds.graph
+        fractional = cut_at(self.bounds.whole_region.nearest_boundaries(region_bound.boundaries), num_units)
+        starts = [self._even_cut(), fractional]
         stepped = best_stepped_cut(self.cut_graph, graph, region_bound.vectors)
         starts += [] if stepped is None else [stepped]
         steps = graph.steps(times_of_cuts(self.cut_graph, starts, region_bound.vectors))
         for number in np.argsort(steps, kind="stable").tolist():
             improved = locally_improved(self.cut_graph, graph, starts[number], region_bound.vectors)
             self.try_cut(improved, region_bound.bound.weights)
+
+    def try_even_cut(self) -> None:
+        """Try the even cut."""
+        self.try_cut(self._even_cut(), balance_weights(self.setting.schedule, self.setting.widths))
+
+    def _even_cut(self) -> Cut:
+        """The cut whose stages have about as many units as is proportional to the devices of their workers."""
+        widths, num_units = self.setting.widths, self.cut_graph.num_units
+        ends = np.cumsum(widths)[:-1] / sum(widths) * num_units
+        return cut_at(self.bounds.whole_region.nearest_boundaries(ends), num_units)
 
     def try_bottleneck_cut(self) -> None:
         """Try the cut whose most loaded stage has the least load, with a price of memory."""

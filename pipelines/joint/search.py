@@ -64,7 +64,7 @@ _PROMISING = 1.05
 _MAX_FAILED_ATTEMPTS = 20
 #: Largest number of passes of micro-batches through stages in a schedule, condensed if it is long, that is attempted early.  Graphs
 #: of longer ones take seconds to make.
-_MAX_PASSES_OF_EARLY_ATTEMPT = 4_000
+_MAX_PASSES_OF_EARLY_ATTEMPT = 5_000
 #: Number of cuts up to which the first attempt searches single cuts, because one bound of all of them seldom excludes them.
 _MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
 #: Number of settings whose schedules are simulated between two early attempts.

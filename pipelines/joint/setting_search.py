@@ -177,6 +177,8 @@ class SettingSearch:
         if not self.setting.schedule.synchronous:
             self._settle_asynchronous()
             return
+        if self.is_early and self._all_cuts is None:
+            self.trials.try_even_cut()
         # Phase 1: all cuts together.
         if self._all_cuts is None or self._all_cuts.is_cut_short:
             self._bound_all_cuts()

@@ -127,9 +127,17 @@ def test_a_divided_cut_takes_no_longer_than_any_other(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.data(), kinds_of_units, st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5), st.booleans())
+@given(
+    st.data(),
+    kinds_of_units,
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.booleans(),
+)
 def test_the_best_cut_by_all_bounds(
-    data: st.DataObject, kinds: list[int], seed: int, stages: int, count: int, crosses: bool
+    data: st.DataObject, kinds: list[int], seed: int, stages: int, workers: int, count: int, crosses: bool
 ) -> None:
     assume(stages <= len(kinds))
     dice, units, terms = np.random.default_rng(seed), len(kinds), Terms(stages)
@@ -143,7 +151,7 @@ def test_the_best_cut_by_all_bounds(
         terms=terms,
         runs=runs_of(kinds, crossing),
         least_of_units=lambda path, price, exchange=None: values.get(path.tobytes(), np.ones((stages, units))),
-        demand=SimpleNamespace(homes=[((0, stage),) for stage in range(stages)]),
+        demand=SimpleNamespace(homes=[[(0, stage) for stage in range(w, stages, workers)] for w in range(workers)]),
         limit_bytes=units,
         price_of_limits=lambda price: float(price.sum()),
         fixed_seconds=lambda path: 0.0,
@@ -187,6 +195,9 @@ def test_the_best_cut_by_all_bounds(
         assert bound >= least - 1e-3 * max(1.0, abs(least)) and costs[tuple(cut)] <= least + 1e-3 * max(1.0, abs(least))
         assert max(cuts.value(number, cut) for number in range(count)) == pytest.approx(costs[tuple(cut)])
     if least > 0:
+        above = least * (1 + 4 * TOLERANCE) + 1e-5
+        found = cuts.find(region, above, 60.0)
+        assert found is not None and (crosses or costs[tuple(found)] <= above * (1 + 4 * TOLERANCE))
         below = least * (1 - 4 * TOLERANCE) - 1e-5
         assert cuts.solve(region, below, 60.0) is None or crosses
         assert cuts.find(region, below, 60.0) is None or crosses
@@ -265,6 +276,24 @@ def test_a_search_that_is_interrupted_goes_on_to_the_same_plan(name: str) -> Non
             assert better.best is None and better.bound_s == known_s
             num_resumed += 1
     assert num_resumed
+
+
+def test_an_early_search_tries_the_even_cut_before_all_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_time(*_: object) -> None:
+        raise UnsettledError
+
+    monkeypatch.setattr(SettingBounds, "of_region", no_time)
+    explorer = _small_explorer()
+    (setting, *_) = explorer.settings(
+        1, False, lambda spec: spec.name == "1f1b" and spec.num_workers == 2, uneven=False
+    )
+    found = []
+    for is_early in (False, True):
+        search = SettingSearch(explorer, setting, np.inf, Deadline(), is_early=is_early)
+        with pytest.raises(UnsettledError):
+            search.run()
+        found.append(search.best and [stage.num_units for stage in search.best.configuration.stages])
+    assert found == [None, [3, 3]]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
