@@ -194,7 +194,9 @@ class CutProgram:
         lower, upper = self._ranges(region, most)
         if not minimises:
             for total in self._totals:
-                relaxed = milp(-np.eye(1, self._num_variables, total)[0], constraints=constraints, bounds=Bounds(lower, upper))
+                relaxed = milp(
+                    -np.eye(1, self._num_variables, total)[0], constraints=constraints, bounds=Bounds(lower, upper)
+                )
                 if relaxed.x is None:
                     return relaxed
                 upper[total] = math.floor(-relaxed.fun + _ROUNDING)
@@ -231,7 +233,9 @@ class CutProgram:
         """Return the least and the largest value of each variable; arguments as those of :meth:`_solution`."""
         lower, upper = np.zeros(self._num_variables), np.ones(self._num_variables)
         lower[-1], upper[-1] = -np.inf, most
-        upper[: self._num_counts] = np.where(self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0).ravel()
+        upper[: self._num_counts] = np.where(
+            self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0
+        ).ravel()
         # Every stage has a unit.  With 0 in place of that the solver would see that totals are free, and remove them.
         lower[self._totals] = [len(stages) for stages in self._shared]
         upper[self._totals] = self.num_units

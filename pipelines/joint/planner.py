@@ -301,6 +301,7 @@ def _plan_by_search(
         if unpipelined is not None and explored.is_finished:
             unpipelined = _better_without_pipeline(job, unpipelined, known_s, clock)
             one_stage = _as_one_stage(job, unpipelined)
+        job.tell(known_s, _lower_bound(job, known_s, explored, unpipelined, error), explored.num_simulated)
         rivals, best = plan_families(unpipelined, one_stage, best, explored.lower_bound_s)
         if best is not None and _cost(job, best) < known_s:
             explored = search.resume(_cost(job, best), clock)
@@ -310,9 +311,7 @@ def _plan_by_search(
         raise _nothing_found(job, explorer, explored, clock, error)
     rivals = [_with_bound_of_space(job, rival, explored) for rival in rivals]
     cost = _cost(job, best)
-    lower = min(explored.lower_bound_s, _bound_without_pipeline(unpipelined, error))
-    # A search that was stopped early may have no bound of its own; the compute time alone is one.
-    lower = min(cost, max(lower, job.ideal_s))
+    lower = _lower_bound(job, cost, explored, unpipelined, error)
     optimal = lower >= cost * (1 - 1e-9)
     return PlanResult(
         graph=job.graph,
@@ -378,6 +377,15 @@ def _with_bound_of_space(job: PlanningJob, rival: Rival, explored: Explored) -> 
 
 def _cost(job: PlanningJob, plan: Evaluation) -> float:
     return plan.cost(job.options.base.objective)
+
+
+def _lower_bound(
+    job: PlanningJob, cost: float, explored: Explored, unpipelined: Planned | None, error: UserError | None
+) -> float:
+    """Lower bound on the cost of all plans, at most ``cost``; the other arguments are those of :func:`_plan_by_search`."""
+    lower = min(explored.lower_bound_s, _bound_without_pipeline(unpipelined, error))
+    # A search that was stopped early may have no bound of its own; the compute time alone is one.
+    return min(cost, max(lower, job.ideal_s))
 
 
 def _bound_without_pipeline(unpipelined: Planned | None, error: UserError | None) -> float:

@@ -59,16 +59,20 @@ PUBLISHED = (
 
 
 class Progress:
-    """The best step over time, as a planner reports it."""
+    """The best step over time, as a planner reports it, and when it was proven; None if it was not."""
 
     def __init__(self) -> None:
         self._start = time.process_time()
         self.steps: list[tuple[float, float]] = []
+        self.proven_s: float | None = None
 
     def report(self, best_s: float, bound_s: float, simulated: int) -> None:
         """As :data:`autoddl.pipelines.joint.job.Report`."""
         if math.isfinite(best_s) and (not self.steps or best_s < self.steps[-1][1]):
             self.steps.append((time.process_time() - self._start, best_s))
+            self.proven_s = None
+        if self.proven_s is None and self.steps and bound_s >= self.steps[-1][1] * (1 - 1e-9):
+            self.proven_s = self.seconds
 
     @property
     def seconds(self) -> float:
@@ -107,7 +111,7 @@ def plan(case: Case, limit_s: float) -> dict[str, float | bool | str | None]:
         "early_s": progress.step_after(EARLY_S),
         "step_s": found.cost,
         "gap": found.gap,
-        "proven": found.optimal,
+        "proven_s": progress.proven_s if found.optimal else None,
         "seconds": seconds,
         # On Linux ru_maxrss is in KiB, on macOS in bytes.
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
@@ -133,7 +137,7 @@ def row(case: Case, found: dict[str, float | bool | str | None]) -> str:
     if "fault" in found:
         return f"{case!s:48}  {found['fault']}"
     early = "none" if found["early_s"] is None else f"{found['early_s']:.4g} s"
-    proven = f"{found['seconds']:.1f} s" if found["proven"] else "not proven"
+    proven = "not proven" if found["proven_s"] is None else f"{found['proven_s']:.1f} s"
     peak = f"{found['peak_bytes'] / 2**20:.0f} MiB"
     return (
         f"{case!s:48}  {early:>9}  {found['step_s']:>7.4g} s  {found['gap']:>7.2%}  {proven:>10}  "
