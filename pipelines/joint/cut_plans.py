@@ -18,6 +18,7 @@ import math
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Deadline
 from autoddl.search.dominance import TooManyError
 
 from .arc_rows import coarse, load_rows
@@ -57,14 +58,23 @@ class CutPlans:
         trials: Evaluates plans.
         cut: The cut.
         cut_bound: The linear bound of this cut alone.
+        limit: When the solver's time for the rows is over; None for when that of the setting is.
 
     Attributes:
         least_s: No plan of the cut is below it; infinite if none is below the incumbent.
     """
 
-    def __init__(self, bounds: SettingBounds, trials: CutTrials, cut: Cut, cut_bound: RegionBound):
+    def __init__(
+        self,
+        bounds: SettingBounds,
+        trials: CutTrials,
+        cut: Cut,
+        cut_bound: RegionBound,
+        limit: Deadline | None = None,
+    ):
         self.bounds, self.trials, self.cut, self.mean = bounds, trials, cut, cut_bound.bound
         self.incumbent, self.stop = bounds.incumbent, bounds.explorer.stop
+        self.limit = limit or Deadline()
         self.cut_graph = bounds.cut_graph.without_rows()
         self.least_s = cut_bound.least_s
         known = (bounds.of_path(path, self.mean) for path in bounds.relaxation.latest_paths(_MAX_ROW_PATHS))
@@ -86,7 +96,7 @@ class CutPlans:
             Region.of_cut(self.cut),
             threshold,
             self.stop.check,
-            lambda: max(self.bounds.deadline.left_s, _LEAST_PROGRAM_S),
+            lambda: max(min(self.limit.left_s, self.bounds.deadline.left_s), _LEAST_PROGRAM_S),
         )
         self.cut_graph.arcs.clear()
         for bound in self._first_bounds:

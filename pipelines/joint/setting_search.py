@@ -21,7 +21,8 @@ up to :data:`.row_search.MARGIN` one may be, where very many are nearly as good.
     else the best one at the cut itself (Benders' cutting planes; Ben-Ameur and Neto, "Acceleration of cutting-plane and column
     generation algorithms", 2007, choose such points).
 3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.cut_plans`).
-    This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.
+    This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.  A cut that takes long is set aside
+    until all others are settled.
 
 The graph of a schedule is replaced by a simpler one, if there is one, until there is a cut that this one does not exclude.  In the
 first attempt at a setting redistributions inside units are free; in later ones they count (:mod:`.unit_bounds`).
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -74,6 +76,9 @@ _BEST_CUT_S = 0.1
 #: Largest number of cuts that are explored before there is an incumbent.  Without one a bound excludes no other cut, so that the
 #: search of a setting without a plan might go through all cuts.
 _MAX_CUTS_WITHOUT_PLAN = 10
+#: Seconds of processor time, at least, and part of the time that is left, after which the rows of a cut are set aside until all other
+#: cuts are settled: few cuts have very many rows that are nearly as good.
+_LEAST_ROWS_S, _ROWS_PART = 2.0, 0.3
 #: Seconds, and their part of the time that the search had, for a bound of what is left when the time is over.
 _LAST_BOUND_S, _LAST_BOUND_PART = 1.0, 0.2
 
@@ -119,6 +124,8 @@ class SettingSearch:
         self._num_regions = 0
         #: Least bound of the cuts that were given up because they have too many rows.
         self._given_up_s = math.inf
+        #: The cuts whose rows are settled last, the one of the least bound first.
+        self._set_aside: list[tuple[float, Cut, RegionBound]] = []
 
     @property
     def best(self) -> Evaluation | None:
@@ -155,7 +162,7 @@ class SettingSearch:
         if self._is_possible and not self.cut_graph.is_tight:
             # It is worth the effort now.  What is known of cuts is found again, better.
             self._all_cuts = self._program = None
-            self._regions, self._given_up_s = [], math.inf
+            self._regions, self._set_aside, self._given_up_s = [], [], math.inf
             self.bounds.tighten()
         self.run()
 
@@ -280,7 +287,7 @@ class SettingSearch:
             self._regions = [(self.bound_s, 0, self.bounds.whole_region)]
         num_without_plan = 0
         while self._regions and not self._is_settled(self._regions[0][0]):
-            self.bound_s = max(self.bound_s, min(self._regions[0][0], self._given_up_s, self.best_s))
+            self._raise_bound(self._regions[0][0])
             try:
                 self._check_time()
                 self._search_region(self._program, self._all_cuts)
@@ -290,9 +297,21 @@ class SettingSearch:
             num_without_plan += math.isinf(self.best_s)
             if num_without_plan > _MAX_CUTS_WITHOUT_PLAN:
                 raise UnsettledError
+        while self._set_aside:
+            self._raise_bound(math.inf)
+            self._check_time()
+            least_s, cut, cut_bound = self._set_aside[0]
+            if not self._is_settled(least_s):
+                self._settle_rows(CutPlans(self.bounds, self.trials, cut, cut_bound))
+            heapq.heappop(self._set_aside)
         if not self._is_settled(self._given_up_s):
-            self.bound_s = max(self.bound_s, self._given_up_s)
+            self._raise_bound(math.inf)
             raise UnsettledError
+
+    def _raise_bound(self, others_s: float) -> None:
+        """Raise the bound of the setting to the least of the cuts that were given up or set aside, and of all others."""
+        set_aside_s = self._set_aside[0][0] if self._set_aside else math.inf
+        self.bound_s = max(self.bound_s, min(others_s, self._given_up_s, set_aside_s, self.best_s))
 
     def _search_region(self, program: CutProgram, all_cuts: RegionBound) -> None:
         """Find a cut of the first region that is below the threshold on all bounds, and exclude it; drop the region if there is
@@ -324,7 +343,7 @@ class SettingSearch:
             return
         seconds = min(_LAST_BOUND_S, _LAST_BOUND_PART * self.deadline.limit_s)
         least_s = program.least(self.bounds.whole_region, self.incumbent.threshold, seconds)
-        self.bound_s = max(self.bound_s, min(least_s, self._given_up_s, self.best_s))
+        self._raise_bound(least_s)
 
     def _explore_cut(self, program: CutProgram, region: Region, cut: Cut, all_cuts: RegionBound) -> list[Region]:
         """Exclude a cut that is below the threshold on all bounds of the program: by a new bound, or by searching it.
@@ -364,16 +383,33 @@ class SettingSearch:
         return bounds + [self.bounds.of_path(path, best) for path in self.relaxation.latest_paths(_MAX_CUT_PATHS)]
 
     def _settle_cut(self, cut: Cut, cut_bound: RegionBound) -> None:
-        """Find the best plan of one cut, if that is below the threshold; give the cut up if it has too many rows.
+        """Find the best plan of one cut, if that is below the threshold; set the cut aside if that takes long.
 
         Raises:
             UnsettledError: The deadline was over.
         """
         if cut_bound.least_s < _WORTH_A_TRIAL * self.incumbent.threshold:
             self.trials.try_cut(cut, cut_bound.bound.weights)
-        plans = CutPlans(self.bounds, self.trials, cut, cut_bound)
-        with suppress(TooManyError, TooManyStatesError):
-            plans.settle()
+        limit = Deadline(max(_LEAST_ROWS_S, _ROWS_PART * self.deadline.left_s), timer=time.process_time)
+        plans = CutPlans(self.bounds, self.trials, cut, cut_bound, limit)
+        try:
+            self._settle_rows(plans)
+        except UnsettledError:
+            if self.deadline.is_over:
+                raise
+            heapq.heappush(self._set_aside, (plans.least_s, cut, replace(cut_bound, least_s=plans.least_s)))
+
+    def _settle_rows(self, plans: CutPlans) -> None:
+        """Find the best plan of one cut, if that is below the threshold; give the cut up if it has too many rows.
+
+        Raises:
+            UnsettledError: The deadline was over.
+        """
+        try:
+            with suppress(TooManyError, TooManyStatesError):
+                plans.settle()
+        except TimeoutError:
+            raise UnsettledError from None
         if not self._is_settled(plans.least_s):
             self._given_up_s = min(self._given_up_s, plans.least_s)
 
