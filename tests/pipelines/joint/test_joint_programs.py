@@ -16,6 +16,7 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.bounds import Bound
 from autoddl.pipelines.joint.cut_graph import CutGraph, UnitRuns
+from autoddl.pipelines.joint.cut_plans import CutPlans
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
 from autoddl.pipelines.joint.cut_trials import CutTrials
@@ -294,6 +295,29 @@ def test_an_early_search_tries_the_even_cut_before_all_bounds(monkeypatch: pytes
             search.run()
         found.append(search.best and [stage.num_units for stage in search.best.configuration.stages])
     assert found == [None, [3, 3]]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_cuts_that_take_long_are_settled_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all cuts take too long at first; each is searched in the end, and the best plan found."""
+    explorer = _small_explorer()
+    (setting, *_) = explorer.settings(1, False, lambda spec: spec.name == name and spec.num_workers == 2, uneven=False)
+    whole = SettingSearch(explorer, setting, np.inf, Deadline())
+    whole.run()
+    settle, set_aside, settled = CutPlans.settle, list[Cut](), list[Cut]()
+
+    def settle_if_it_may(plans: CutPlans) -> None:
+        has_time = np.isinf(plans.limit.limit_s)
+        (settled if has_time else set_aside).append(plans.cut)
+        if not has_time:
+            raise TimeoutError
+        settle(plans)
+
+    monkeypatch.setattr(CutPlans, "settle", settle_if_it_may)
+    search = SettingSearch(explorer, setting, 1.01 * whole.best_s, Deadline(1e6))
+    search.run()
+    assert search.best_s == search.bound_s == pytest.approx(whole.best_s, rel=1e-9)
+    assert set_aside and {tuple(cut) for cut in settled} <= {tuple(cut) for cut in set_aside}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
