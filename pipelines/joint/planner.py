@@ -3,7 +3,8 @@
 With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
 
 1.  **First plans.**  Trials by Megatron's rule (:mod:`.megatron_trials`) give a plan at once, and trials of published recipes
-    (:mod:`.recipe_trials`) another one.  A search of its setting improves the better one.  Then the planner without pipelines
+    (:mod:`.recipe_trials`), without Chimera's schedules and with them, other ones.  One of them is improved by a search of its
+    setting, and of settings near it (:mod:`.near_plans`).  Then the planner without pipelines
     (:mod:`autoddl.search.planner`) finds the best plan of one stage, or that none can be better than what is known.  All are
     members of the joint space.  The best of them is the first incumbent, unless the user gives a better plan (:mod:`.start`).
 2.  **Early incumbent.**  The most promising settings of the space give a good plan early.
@@ -35,6 +36,7 @@ from autoddl.search.planner import InfeasibleError, NothingFoundError, Planned, 
 from ..planners import Clock
 from .evaluation import Evaluation, evaluate_unpipelined
 from .explorer import Explorer, setting_of
+from .first_bounds import estimate_by_simulation
 from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
 from .least_memory import least_memory
 from .megatron_trials import megatron_trials
@@ -115,9 +117,10 @@ def plan_jointly(
     if options.pipeline == "auto":
         trial = _trial(job)
         recipe = _recipe(job)
-        known = min((plan for plan in (trial, recipe) if plan is not None), key=partial(_cost, job), default=None)
-        if known is not None:
-            near = _near(job, explorer, known)
+        known = cheaper(trial, recipe, options.base.objective)
+        with_chimera = _recipe(job, known, with_chimera=True)
+        if known is not None or with_chimera is not None:
+            near = cheaper(_near(job, explorer, known, with_chimera), with_chimera, options.base.objective)
     own = start.without_pipeline if start is not None and is_alone else None
     known_s = min((_cost(job, plan) for plan in (trial, near, recipe) if plan is not None), default=math.inf)
     unpipelined, error = _plan_without_pipeline(job, own, known_s)
@@ -160,19 +163,33 @@ def _trial(job: PlanningJob) -> Evaluation | None:
     return best
 
 
-def _recipe(job: PlanningJob) -> Evaluation | None:
-    """The best recipe; None as for trials."""
+def _recipe(job: PlanningJob, other: Evaluation | None = None, with_chimera: bool = False) -> Evaluation | None:
+    """The best recipe, with Chimera's schedules or without, if it is faster than the other one; None as for trials."""
     if job.options.base.objective != "step":
         return None
     clock = Clock(_SHARE_OF_RECIPES * job.time_limit_s, job.stop)
-    best = recipe_trials(job, math.inf, clock)
+    best = recipe_trials(job, math.inf if other is None else other.step_s, clock, with_chimera)
     if best is not None:
         job.tell(best.step_s, 0.0, 1)
     return best
 
 
-def _near(job: PlanningJob, explorer: Explorer, plan: Evaluation) -> Evaluation:
-    """The best plan that is found near a first plan: in its setting, and in settings that differ from it in one respect."""
+def _near(
+    job: PlanningJob, explorer: Explorer, known: Evaluation | None, with_chimera: Evaluation | None
+) -> Evaluation:
+    """The best plan that is found near a first plan: in its setting, and in settings that differ from it in one respect.
+
+    Args:
+        job: The planning job.
+        explorer: An explorer of the job.
+        known, with_chimera: The best first plans without Chimera's schedules, and a faster one with them.  If there are both,
+            better plans are expected near the one in whose setting an even cut is faster.
+    """
+    plans = [plan for plan in (known, with_chimera) if plan is not None]
+    least_s = min(_cost(job, plan) for plan in plans)
+    settings = [setting_of(plan.configuration) for plan in plans]
+    estimates = [0.0] if len(plans) == 1 else [estimate_by_simulation(explorer, one, 0.0, least_s) for one in settings]
+    plan = plans[estimates.index(min(estimates))]
     until_first_s = _SHARE_NEAR * job.time_limit_s
     return improve_near(
         explorer,

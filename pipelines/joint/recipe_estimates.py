@@ -7,6 +7,9 @@ micro-batch, forward and backward, a step of N micro-batches on p workers with v
 
 Worker w keeps the activations of min(p - w, N) micro-batches.  If chunks are interleaved, it keeps those of
 2 (p - w - 1) + (v - 1) p + 1 passes through one of its chunks, or of all N v.
+
+With Chimera's f pipelines a worker has f stages, and runs those of each pipeline for its share of the micro-batches.  It waits for
+about p / f - 1 passes through a mean stage, forward and backward (Li and Hoefler, SC'21, Table 2 for f = 2).
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import divided
 
+from .bounds import micro_batches_per_pipeline
+from .configuration import PipelineSchedule
 from .job import PlanningJob
+from .memory_demand import approximate_demand_of
 from .uniform import UniformLayout, uniform_cut, uniform_strategies
 
 __all__ = ["Estimate", "RecipeEstimates", "with_choices"]
@@ -55,13 +61,16 @@ class RecipeEstimates:
         self._equal = [shapes.index(shape) for shape in shapes]
         self._known: dict[object, np.ndarray] = {}
 
-    def estimate(self, layout: UniformLayout, workload: Workload, regathers: bool) -> Estimate:
+    def estimate(
+        self, layout: UniformLayout, workload: Workload, regathers: bool, chimera: PipelineSchedule | None = None
+    ) -> Estimate:
         """Return the estimate of a recipe.
 
         Args:
             layout: Its degrees.
             workload: Its batch, micro-batch, and way of recomputation.
             regathers: Whether inputs of products are gathered again.
+            chimera: One of Chimera's schedules for the recipe, which then has one chunk per stage; None for that of the layout.
 
         Raises:
             UserError: A degree does not fit the model or the cluster.
@@ -70,8 +79,11 @@ class RecipeEstimates:
         units = {unit: self._of_unit(unit, layout, workload, regathers) for unit in dict.fromkeys(self._equal)}
         of_units = np.array([units[unit] for unit in self._equal])
         begins = np.cumsum([0, *uniform_cut(len(of_units), depth * chunks)[:-1]])
+        of_chunks = np.add.reduceat(of_units, begins, axis=0)
+        if chimera is not None:
+            return _estimate_of_chimera(chimera, of_chunks, float(of_units[:, 4].max()))
         # Chunk c is on worker c mod p.
-        of_workers = np.add.reduceat(of_units, begins, axis=0).reshape(chunks, depth, -1).sum(axis=0)
+        of_workers = of_chunks.reshape(chunks, depth, -1).sum(axis=0)
         load_s, end_s, state, kept, _ = of_workers.T
         longest_s = float(load_s.max())
         step_s = count * longest_s + (float(load_s.sum()) - longest_s) / chunks + float(end_s.max())
@@ -104,6 +116,27 @@ class RecipeEstimates:
                 ]
             )
         return self._known[key]
+
+
+def _estimate_of_chimera(spec: PipelineSchedule, of_stages: np.ndarray, buffer_bytes: float) -> Estimate:
+    """Return the estimate of a recipe with one of Chimera's schedules.
+
+    Args:
+        spec: The schedule.
+        of_stages: The figures of each stage as of :meth:`RecipeEstimates._of_unit`; shape (stages, 5).
+        buffer_bytes: Bytes that a device needs for a while.
+    """
+    demand = approximate_demand_of(spec)
+    counts = micro_batches_per_pipeline(spec.num_workers, spec.num_micro_batches, spec.num_pipelines)
+    load_s, end_s, state, kept, _ = of_stages.T
+    most = np.zeros(3)
+    for held in demand.homes:
+        stages = [stage for _, stage in held]
+        work_s = sum(counts[pipeline] * load_s[stage] for pipeline, stage in held)
+        nbytes = sum(state[stage] + demand.in_flight[stage] * kept[stage] for stage in stages)
+        most = np.maximum(most, [work_s, end_s[stages].sum(), nbytes])
+    idle_s = (spec.num_workers / spec.num_pipelines - 1) * float(load_s.mean())
+    return Estimate(float(most[0] + most[1]) + idle_s, float(most[2]) + buffer_bytes)
 
 
 def with_choices(

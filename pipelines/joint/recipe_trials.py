@@ -5,28 +5,31 @@ A recipe has one tensor parallel degree t inside nodes, p stages of v chunks, d 
 distributed optimizer and sequence parallelism).  Nothing is recomputed if that fits, else as few blocks as possible.  All recipes
 are members of the joint space.
 
-Recipes are estimated (:mod:`.recipe_estimates`) in the order of a bound on their steps,
+The same degrees with v = 1 also make recipes with Chimera's schedules, of f pipelines and every concatenation.
 
-    arithmetic of a step x (1 + (p - 1) / (v N))        for N micro-batches,
+Recipes are estimated (:mod:`.recipe_estimates`) in the order of about the least that their steps take,
+
+    arithmetic of a step x (1 + (p - 1) / (v N))        for N micro-batches, with Chimera p / f - 1 in place of (p - 1) / v,
 
 as long as this is near the best estimate, and evaluated in the order of their estimates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Deadline
 
-from .configuration import Configuration, StageChoice
+from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
 from .fewer_blocks import with_fewer_blocks
 from .job import PlanningJob
 from .recipe_estimates import RecipeEstimates, with_choices
-from .space import NUM_GROUPS, SOME_BLOCKS
+from .space import NUM_GROUPS, SOME_BLOCKS, chimera_schedules
 from .uniform import UniformLayout, expert_parts, uniform_configuration
 
 __all__ = ["recipe_trials"]
@@ -52,12 +55,16 @@ class _Recipe:
     Attributes:
         layout: Its degrees.
         micro_batch: Samples of a pass over all replicas.
-        ideal_s: Bound on its step [s].
+        num_micro_batches: Number of passes of a step.
+        ideal_s: About the least that its step takes [s].
+        chimera: Its schedule, if that is one of Chimera's; None for that of the layout.
     """
 
     layout: UniformLayout
     micro_batch: int
+    num_micro_batches: int
     ideal_s: float
+    chimera: PipelineSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -70,18 +77,21 @@ class _Trial:
     step_s: float
 
 
-def recipe_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evaluation | None:
+def recipe_trials(
+    job: PlanningJob, known_s: float, deadline: Deadline, with_chimera: bool = False
+) -> Evaluation | None:
     """Evaluate recipes, and return the best plan that fits the memory limit and is faster than ``known_s``; None without.
 
     Args:
         job: The planning job.
         known_s: Step of the best plan known so far; infinite if none is known.
         deadline: When to end the trials.
+        with_chimera: Whether the recipes are those with Chimera's schedules, or those without.
     """
     best: Evaluation | None = None
     num_plans = 0
     finished: set[_Recipe] = set()
-    for trial in _trials(job, known_s, deadline.part(_SHARE_OF_ESTIMATES)):
+    for trial in _trials(job, known_s, deadline.part(_SHARE_OF_ESTIMATES), with_chimera):
         if deadline.is_over or num_plans >= _MAX_PLANS or trial.step_s >= _NEAR * known_s:
             break
         if trial.recipe in finished:
@@ -103,16 +113,18 @@ def recipe_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evalu
     return best
 
 
-def _trials(job: PlanningJob, known_s: float, deadline: Deadline) -> list[_Trial]:
+def _trials(job: PlanningJob, known_s: float, deadline: Deadline, with_chimera: bool) -> list[_Trial]:
     """The recipes that may be faster than ``known_s``, with all ways of recomputation that may fit, the fastest first.
 
     Args:
         job: The planning job.
         known_s: Step of the best plan known so far.
         deadline: When to end the estimates.
+        with_chimera: As of :func:`recipe_trials`.
     """
+    recipes = _with_chimera(_recipes(job, (1,))) if with_chimera else _recipes(job, (1, *NUM_GROUPS))
     estimates, trials, least_s = RecipeEstimates(job), list[_Trial](), known_s
-    for recipe in sorted(_recipes(job), key=lambda one: one.ideal_s):
+    for recipe in sorted(recipes, key=lambda one: one.ideal_s):
         if deadline.is_over or recipe.ideal_s >= min(known_s, _NEAR * least_s):
             break
         try:
@@ -133,13 +145,14 @@ def _estimated(job: PlanningJob, estimates: RecipeEstimates, recipe: _Recipe, re
         UserError: the degrees do not fit the model or the cluster.
     """
     trials, limit, workload = list[_Trial](), job.limit_bytes, replace(job.workload, micro_batch=recipe.micro_batch)
-    none = estimates.estimate(recipe.layout, replace(workload, recompute="none"), regathers)
+    estimate = partial(estimates.estimate, recipe.layout, regathers=regathers, chimera=recipe.chimera)
+    none = estimate(replace(workload, recompute="none"))
     if "none" in job.recomputations and none.memory_bytes < _MEMORY_NEAR * limit:
         trials.append(_Trial(recipe, "none", regathers, none.step_s))
     is_needed = "none" not in job.recomputations or none.memory_bytes * _MEMORY_NEAR > limit
     if not is_needed or not job.tries("blocks"):
         return trials
-    blocks = estimates.estimate(recipe.layout, replace(workload, recompute="blocks"), regathers)
+    blocks = estimate(replace(workload, recompute="blocks"))
     if blocks.memory_bytes < _MEMORY_NEAR * limit:
         part = 1.0
         if SOME_BLOCKS in job.recomputations:
@@ -156,14 +169,27 @@ def _with_fewest_blocks(job: PlanningJob, plan: Evaluation) -> Evaluation:
     return plan
 
 
-def _recipes(job: PlanningJob) -> Iterator[_Recipe]:
-    """All recipes of the cluster and the batch."""
+def _with_chimera(recipes: Iterable[_Recipe]) -> Iterator[_Recipe]:
+    """The recipes with Chimera's schedules for those of one chunk per stage."""
+    for recipe in recipes:
+        depth, replicas = recipe.layout.num_stages, recipe.layout.data_parallel
+        count = recipe.num_micro_batches
+        for spec in chimera_schedules(depth, count) if depth % 2 == 0 and count > 1 else ():
+            if dict(spec.options)["concatenation"] == "halving" and recipe.micro_batch // replicas % 2:
+                continue  # halved passes are of whole samples
+            idle, chimera_idle = depth - 1, depth / spec.num_pipelines - 1
+            ideal_s = recipe.ideal_s * (count + chimera_idle) / (count + idle)
+            yield replace(recipe, ideal_s=ideal_s, chimera=spec)
+
+
+def _recipes(job: PlanningJob, chunks: Sequence[int]) -> Iterator[_Recipe]:
+    """All recipes of the cluster and the batch, without Chimera, with these numbers of chunks per stage."""
     cluster, batch, given = job.cluster, job.workload.batch, job.options.base.micro_batch
     for t in divisors(cluster.devices_per_node):
         for p in divisors(cluster.num_devices // t) if cluster.num_devices % t == 0 else ():
             d = cluster.num_devices // (t * p)
             parts = expert_parts(job.graph, d)
-            for v in (1, *NUM_GROUPS):
+            for v in chunks:
                 if p == 1 or p * v > job.chain.num_units:
                     continue
                 for b in _MICRO_BATCHES:
@@ -174,7 +200,7 @@ def _recipes(job: PlanningJob) -> Iterator[_Recipe]:
                     ideal_s = job.arithmetic_s * (1 + (p - 1) / (v * count))
                     for e in parts[1:] or parts:  # undivided experts are not a recipe
                         layout = UniformLayout(t, p, d, v, expert_parallel=e)
-                        yield _Recipe(layout, b * d, ideal_s)
+                        yield _Recipe(layout, b * d, count, ideal_s)
 
 
 def _ways(job: PlanningJob, layout: UniformLayout) -> tuple[bool, ...]:
@@ -190,4 +216,6 @@ def _configuration(job: PlanningJob, trial: _Trial) -> Configuration:
         graph = job.chain.stage(first, first + choice.num_units).graph
         stages.append(replace(choice, strategies=with_choices(job, graph, dict(choice.strategies), trial.regathers)))
         first += choice.num_units
-    return replace(configuration, workload=replace(workload, recompute="none"), stages=tuple(stages))
+    schedule = trial.recipe.chimera or configuration.schedule
+    unchanged = replace(workload, recompute="none")
+    return replace(configuration, schedule=schedule, workload=unchanged, stages=tuple(stages))

@@ -76,8 +76,8 @@ _BEST_CUT_S = 0.1
 #: Largest number of cuts that are explored before there is an incumbent.  Without one a bound excludes no other cut, so that the
 #: search of a setting without a plan might go through all cuts.
 _MAX_CUTS_WITHOUT_PLAN = 10
-#: Seconds of processor time, at least, and part of the time that is left, after which the rows of a cut are set aside until all other
-#: cuts are settled: few cuts have very many rows that are nearly as good.
+#: Seconds of processor time, at least, and part of the time that is left, after which the rows of a cut are set aside until all
+#: other cuts are settled: few cuts have very many rows that are nearly as good.
 _LEAST_ROWS_S, _ROWS_PART = 2.0, 0.3
 #: Seconds, and their part of the time that the search had, for a bound of what is left when the time is over.
 _LAST_BOUND_S, _LAST_BOUND_PART = 1.0, 0.2

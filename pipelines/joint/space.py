@@ -129,7 +129,7 @@ def _schedules(depth: int, count: int, stale: bool) -> Iterator[PipelineSchedule
             yield PipelineSchedule("interleaved-1f1b", depth, count, (("groups", groups),), groups)
     if depth % 2 == 0 and count > 1:
         yield PipelineSchedule("gems", depth, count, num_pipelines=2)
-        yield from _chimera(depth, count)
+        yield from chimera_schedules(depth, count)
     if stale:
         yield PipelineSchedule("pipedream", depth, count, synchronous=False)
         if count >= depth:
@@ -137,7 +137,8 @@ def _schedules(depth: int, count: int, stale: bool) -> Iterator[PipelineSchedule
             yield PipelineSchedule("wpipe", depth, count, groups=2, synchronous=False)
 
 
-def _chimera(depth: int, count: int) -> Iterator[PipelineSchedule]:
+def chimera_schedules(depth: int, count: int) -> Iterator[PipelineSchedule]:
+    """Iterate over Chimera's schedules of ``depth`` workers, an even number, and ``count`` micro-batches."""
     for num_pipelines in _NUM_PIPELINES:
         if depth % num_pipelines or count < num_pipelines:
             continue

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.evaluation import evaluate
+from autoddl.pipelines.joint.explorer import setting_of
 from autoddl.pipelines.joint.job import job_of
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.recipe_trials import recipe_trials
 from autoddl.pipelines.joint.result import JointOptions, priced
 from autoddl.pipelines.joint.rivals import RECIPE
-from autoddl.pipelines.joint.uniform import UniformLayout
+from autoddl.pipelines.joint.uniform import UniformLayout, uniform_configuration
 from autoddl.pipelines.planners import Clock
 from autoddl.search.planner import Options
 from autoddl.zoo import resolve_model
@@ -41,6 +47,42 @@ def test_a_recipe_is_as_fast_as_every_uniform_pipeline_of_its_kind():
         workload = asked.workload.__class__(32, size, asked.workload.precision, zero=1)
         steps.append(priced(asked.chain, CLUSTER, layout, workload, None, ()).evaluation.step_s)
     assert found.step_s <= min(steps) * (1 + 1e-9)
+
+
+def test_a_recipe_with_chimera_is_as_fast_as_every_uniform_one():
+    """Every degree, number of pipelines and concatenation, priced by itself, with divided states; and it is in the space."""
+    asked = job()
+    found = recipe_trials(asked, math.inf, Clock(60.0), with_chimera=True)
+    assert found is not None and found.memory_bytes <= asked.limit_bytes
+    assert recipe_trials(asked, found.step_s, Clock(60.0), with_chimera=True) is None
+    offered = asked.explorer().settings(None, False, lambda spec: spec.name == "chimera")
+    assert setting_of(found.configuration) in list(offered)
+    num_better = num_priced = 0
+    for t, p, b, f in product((1, 2, 4), (2, 4, 8), (1, 2, 4), (2, 4)):
+        d = 8 // t // p
+        for concatenation in ("direct", "doubling", "halving") if t * p <= 8 and f <= p else ():
+            options = (("concatenation", concatenation), ("num_pipelines", f))
+            workload = replace(asked.workload, micro_batch=b * d)
+            uniform = uniform_configuration(asked.chain, CLUSTER, UniformLayout(t, p, d), workload)
+            stages = tuple(
+                replace(
+                    stage,
+                    strategies={
+                        name: replace(one, zero=1) if one.copies > 1 else one for name, one in stage.strategies.items()
+                    },
+                )
+                for stage in uniform.stages
+            )
+            spec = PipelineSchedule("chimera", p, 32 // (b * d), options, num_pipelines=f)
+            if (concatenation == "halving" and b % 2) or (concatenation == "halving" and spec.num_micro_batches <= p):
+                continue
+            try:
+                other = evaluate(asked.chain, CLUSTER, replace(uniform, schedule=spec, stages=stages))
+            except UserError:
+                continue
+            num_priced += 1
+            num_better += other.step_s < found.step_s * (1 - 1e-9) and other.memory_bytes <= asked.limit_bytes
+    assert num_priced > 30 and not num_better
 
 
 def test_recipes_recompute_as_few_blocks_as_the_memory_asks_for():
