@@ -174,7 +174,7 @@ def _with_chimera(recipes: Iterable[_Recipe]) -> Iterator[_Recipe]:
     for recipe in recipes:
         depth, replicas = recipe.layout.num_stages, recipe.layout.data_parallel
         count = recipe.num_micro_batches
-        for spec in chimera_schedules(depth, count) if depth % 2 == 0 and count > 1 else ():
+        for spec in chimera_schedules(depth, count):
             if dict(spec.options)["concatenation"] == "halving" and recipe.micro_batch // replicas % 2:
                 continue  # halved passes are of whole samples
             idle, chimera_idle = depth - 1, depth / spec.num_pipelines - 1

@@ -138,7 +138,7 @@ def _schedules(depth: int, count: int, stale: bool) -> Iterator[PipelineSchedule
 
 
 def chimera_schedules(depth: int, count: int) -> Iterator[PipelineSchedule]:
-    """Iterate over Chimera's schedules of ``depth`` workers, an even number, and ``count`` micro-batches."""
+    """Iterate over Chimera's schedules of ``depth`` workers and ``count`` micro-batches; none if the workers are odd in number."""
     for num_pipelines in _NUM_PIPELINES:
         if depth % num_pipelines or count < num_pipelines:
             continue
