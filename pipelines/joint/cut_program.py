@@ -53,6 +53,7 @@ from .cut_regions import Cut, Region
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint, OptimizeResult
+    from scipy.sparse import csr_matrix
 
 __all__ = ["TOLERANCE", "CutProgram"]
 
@@ -60,6 +61,8 @@ __all__ = ["TOLERANCE", "CutProgram"]
 TOLERANCE = 2e-6
 #: Relative gap between the solver's cut and its bound at which the solver ends.
 _GAP = 1e-4
+#: Number of bounds that are kept when there are twice as many, for fractional cuts.
+_MAX_BOUNDS = 120
 #: A largest total is rounded down, after this is added to it: far more than the tolerance of the solver.
 _ROUNDING = 1e-3
 #: Status of SciPy's `milp` for an infeasible program.
@@ -88,11 +91,16 @@ class CutProgram:
         #: Number of variables n(s, r).
         self._num_counts = self.stages * self.runs
         #: The stages of each worker; workers of equal stages count once.
-        self._stages_of_workers = sorted({tuple(stage for _, stage in held) for held in cut_graph.demand.homes})
+        self._stages_of_workers = sorted({tuple(sorted(stage for _, stage in held)) for held in cut_graph.demand.homes})
         #: Those that have a variable t(w).
         self._shared = [stages for stages in self._stages_of_workers if len(stages) > 1]
         #: Number of all variables: n(s, r), z(b, r), t(w) and theta.
         self._num_variables = self._num_counts + len(self._binaries) + len(self._shared) + 1
+        #: The largest value of each t(w).
+        self._most_totals = np.full(len(self._shared), float(self.num_units))
+        #: Number of solutions without integrality, and per bound that of the latest one that it limits.
+        self._num_relaxed = 0
+        self._last_used: list[int] = []
 
     def knows(self, path: np.ndarray) -> bool:
         """Return whether a path, without prices of memory, is one of the bounds."""
@@ -107,10 +115,20 @@ class CutProgram:
         self.bounds.append(bound)
         self._rows.append(row.ravel())
         self._constants.append(constant)
+        self._last_used.append(self._num_relaxed)
 
     def value(self, number: int, cut: Cut) -> float:
         """Return the value of a bound, given by its number, at a cut [s]."""
-        return float(self._rows[number] @ self._unit_counts(cut).ravel()) + self._constants[number]
+        return self.value_at(number, self._unit_counts(cut))
+
+    def largest_value(self, cut: Cut) -> float:
+        """Return the largest bound of a cut [s]."""
+        counts = self._unit_counts(cut).ravel()
+        return float((np.array(self._rows) @ counts + np.array(self._constants)).max())
+
+    def value_at(self, number: int, counts: np.ndarray) -> float:
+        """Return the value of a bound, given by its number, for numbers of units n, shape (stages, runs) [s]."""
+        return float(self._rows[number] @ counts.ravel()) + self._constants[number]
 
     def _unit_counts(self, cut: Cut) -> np.ndarray:
         """Return n of a cut, shape (stages, runs)."""
@@ -177,6 +195,81 @@ class CutProgram:
             return 0.0
         return min(threshold, float(dual_bound) * scale * (1 - TOLERANCE))
 
+    def relaxed(self, region: Region, threshold: float) -> tuple[float, np.ndarray] | None:
+        """Find the fractional cut of a region whose largest bound is the least.
+
+        Bounds that have not limited such a cut for the longest time are dropped, if there are many.
+
+        Args:
+            region: The region.
+            threshold: The finite threshold [s].
+
+        Returns:
+            A lower bound on the largest bound of any cut of the region [s], and the numbers of units n of the fractional cut, shape
+            (stages, runs); None if no cut is below the threshold.
+
+        Raises:
+            TimeoutError: The solver had numerical difficulties.
+        """
+        scale = threshold * (1 + TOLERANCE)
+        solution = self._relaxed(-1, 1.0, self._constraints(region, scale, 1.0), self._ranges(region, 1.0))
+        if solution.status == _INFEASIBLE:
+            return None
+        if solution.x is None:
+            raise TimeoutError
+        counts, value_s = solution.x[: self._num_counts], float(solution.fun) * scale
+        self._num_relaxed += 1
+        values = np.array(self._rows) @ counts + np.array(self._constants)
+        for number in np.flatnonzero(values >= value_s * (1 - TOLERANCE)).tolist():
+            self._last_used[number] = self._num_relaxed
+        if len(self.bounds) > 2 * _MAX_BOUNDS:
+            self._drop_bounds()
+        return value_s * (1 - TOLERANCE), counts.reshape(self.stages, self.runs)
+
+    def _drop_bounds(self) -> None:
+        """Drop the bounds that have not limited a fractional cut for the longest time."""
+        latest = np.argsort(-np.array(self._last_used), kind="stable")[:_MAX_BOUNDS]
+        for name in ("bounds", "_rows", "_constants", "_last_used"):
+            known = getattr(self, name)
+            setattr(self, name, [known[number] for number in sorted(latest.tolist())])
+
+    def narrow_totals(self, region: Region, threshold: float) -> None:
+        """Lower the largest totals to those that a cut below a finite threshold may have; they hold from now on.
+
+        Args:
+            region: The region of all cuts that are searched from now on.
+            threshold: The largest threshold from now on [s].
+        """
+        constraints = self._constraints(region, threshold * (1 + TOLERANCE), 1.0)
+        lower, upper = self._ranges(region, 1.0)
+        if self._narrows(constraints, lower, upper) is None:
+            self._most_totals = upper[self._totals]
+
+    def _narrows(
+        self, constraints: list[LinearConstraint], lower: np.ndarray, upper: np.ndarray
+    ) -> OptimizeResult | None:
+        """Lower the upper limits of totals to those without integrality, rounded down.
+
+        Returns:
+            The solution of a program that has none, if there is one; else None.
+        """
+        for total in self._totals:
+            relaxed = self._relaxed(total, -1.0, constraints, (lower, upper))
+            if relaxed.x is None:
+                return relaxed
+            upper[total] = math.floor(-relaxed.fun + _ROUNDING)
+        return None
+
+    def _relaxed(
+        self, variable: int, sign: float, constraints: list[LinearConstraint], ranges: tuple[np.ndarray, np.ndarray]
+    ) -> OptimizeResult:
+        """Minimise a variable times ``sign`` without integrality."""
+        from scipy.optimize import Bounds, milp
+
+        objective = np.zeros(self._num_variables)
+        objective[variable] = sign
+        return milp(objective, constraints=constraints, bounds=Bounds(*ranges))
+
     def _solution(self, region: Region, scale: float, most: float, minimises: bool, seconds: float) -> OptimizeResult:
         """Solve the program; its variables are n(s, r), z(b, r), t(w) and theta.
 
@@ -192,14 +285,8 @@ class CutProgram:
 
         constraints = self._constraints(region, scale, most)
         lower, upper = self._ranges(region, most)
-        if not minimises:
-            for total in self._totals:
-                relaxed = milp(
-                    -np.eye(1, self._num_variables, total)[0], constraints=constraints, bounds=Bounds(lower, upper)
-                )
-                if relaxed.x is None:
-                    return relaxed
-                upper[total] = math.floor(-relaxed.fun + _ROUNDING)
+        if not minimises and (without := self._narrows(constraints, lower, upper)) is not None:
+            return without
         return milp(
             np.eye(1, self._num_variables, self._num_variables - 1)[0] * minimises,
             constraints=constraints,
@@ -220,10 +307,10 @@ class CutProgram:
 
         of_bounds = self._padded(np.array(self._rows) / scale)
         of_bounds[:, -1] = -1.0
-        matrix, low, high = self._cut_constraints(region)
         constraints = [
             LinearConstraint(csr_matrix(of_bounds), -np.inf, -np.array(self._constants) / scale),
-            LinearConstraint(csr_matrix(matrix), low, high),
+            LinearConstraint(self._cut_matrix, *self._cut_limits(region)),
+            *self._boundary_constraints(region),
         ]
         if math.isinf(most):
             constraints.append(LinearConstraint(csr_matrix(self._padded(self._memory_rows)), -np.inf, 1 + TOLERANCE))
@@ -238,7 +325,7 @@ class CutProgram:
         ).ravel()
         # Every stage has a unit.  With 0 in place of that the solver would see that totals are free, and remove them.
         lower[self._totals] = [len(stages) for stages in self._shared]
-        upper[self._totals] = self.num_units
+        upper[self._totals] = self._most_totals
         return lower, upper
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
@@ -263,51 +350,69 @@ class CutProgram:
                 row[stage] += nbytes[stage]
         return rows.reshape(len(rows), -1) / self.cut_graph.limit_bytes
 
-    def _cut_constraints(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the constraints by which n is a cut of the region: coefficients, least values and largest values."""
-        rows: list[np.ndarray] = []
-        low: list[float] = []
-        high: list[float] = []
+    @cached_property
+    def _cut_matrix(self) -> csr_matrix:
+        """Coefficients of the constraints by which n is a cut and totals are those of n, in the order of :meth:`_cut_limits`."""
+        from scipy.sparse import csr_matrix
 
-        def put(coefficients: np.ndarray, least: float, most: float, other: tuple[int, float] | None = None) -> None:
+        rows: list[np.ndarray] = []
+
+        def put(coefficients: np.ndarray, other: tuple[int, float] | None = None) -> None:
             row = np.zeros(self._num_variables)
             row[: self._num_counts] = coefficients.ravel()
             if other is not None:
                 row[self._num_counts + other[0]] = other[1]
             rows.append(row)
-            low.append(least)
-            high.append(most)
 
         shape = (self.stages, self.runs)
+        is_possible = self.cut_graph.runs.possible_in(Region.whole(self.stages, self.num_units).ranges)
         # Every unit is at one stage.
-        for run, units in enumerate(self.sizes.tolist()):
+        for run in range(self.runs):
             of_run = np.zeros(shape)
             of_run[:, run] = 1.0
-            put(of_run, units, units)
-        # Every stage has a unit.
+            put(of_run)
+        # The units of every stage are within their range.
         for stage in range(self.stages):
             of_stage = np.zeros(shape)
             of_stage[stage] = 1.0
-            put(of_stage, 1.0, np.inf)
+            put(of_stage)
         for number, stages in enumerate(self._shared):
             # The units of the worker's stages are its total.
             of_worker = np.zeros(shape)
             of_worker[list(stages)] = 1.0
-            put(of_worker, 0.0, 0.0, (len(self._binaries) + number, -1.0))
-        for boundary, (least, most) in enumerate(region.ranges):
-            # The boundary is within its range.
-            before = np.zeros(shape)
-            before[: boundary + 1] = 1.0
-            put(before, least, most)
+            put(of_worker, (len(self._binaries) + number, -1.0))
+        for boundary in range(self.stages - 1):
             # Units of the next run are before the boundary only if this run is complete there.
             for run in range(self.runs - 1):
+                if not is_possible[boundary + 1 :, run].any() or not is_possible[: boundary + 1, run + 1].any():
+                    continue  # that is so in all cuts
                 this, following = np.zeros(shape), np.zeros(shape)
                 this[: boundary + 1, run] = 1.0 / self.sizes[run]
                 following[: boundary + 1, run + 1] = 1.0 / self.sizes[run + 1]
                 if self.sizes[run] == 1 or self.sizes[run + 1] == 1:
-                    put(this - following, 0.0, np.inf)
+                    put(this - following)
                 else:
                     number = self._binaries.index((boundary, run))
-                    put(this, 0.0, np.inf, (number, -1.0))
-                    put(-following, 0.0, np.inf, (number, 1.0))
-        return np.array(rows), np.array(low), np.array(high)
+                    put(this, (number, -1.0))
+                    put(-following, (number, 1.0))
+        return csr_matrix(np.array(rows))
+
+    def _cut_limits(self, region: Region) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least and the largest values of the constraints of :attr:`_cut_matrix` in a region."""
+        sizes, of_stages, totals = self.sizes.astype(float), region.limits_of_sizes, np.zeros(len(self._shared))
+        num_orders = self._cut_matrix.shape[0] - self.runs - self.stages - len(totals)
+        low = np.concatenate([sizes, of_stages[0], totals, np.zeros(num_orders)])
+        return low, np.concatenate([sizes, of_stages[1], totals, np.full(num_orders, np.inf)])
+
+    def _boundary_constraints(self, region: Region) -> list[LinearConstraint]:
+        """Return the constraints by which the boundaries of n are within the ranges of a region."""
+        from scipy.optimize import LinearConstraint
+
+        ranges = np.array(region.ranges).reshape(-1, 2)
+        whole = np.array(Region.whole(self.stages, self.num_units).ranges).reshape(-1, 2)
+        narrower = np.flatnonzero((ranges != whole).any(axis=1))
+        if not len(narrower):
+            return []
+        before = np.arange(self.stages) <= narrower[:, None]
+        rows = self._padded(np.repeat(before.astype(float), self.runs, axis=1))
+        return [LinearConstraint(rows, ranges[narrower, 0], ranges[narrower, 1])]

@@ -9,8 +9,8 @@ in the layered graph of arcs, so that the best cut for given costs of arcs is a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,15 +31,17 @@ def cut_at(boundaries: Sequence[int], num_units: int) -> Cut:
 
 @dataclass(frozen=True)
 class Region:
-    """A set of cuts: all cuts whose boundaries are within given ranges.
+    """A set of cuts: all cuts whose boundaries, and numbers of units of stages, are within given ranges.
 
     Attributes:
         ranges: Smallest and largest unit of each boundary, both included.
         num_units: Number of units of the chain.
+        sizes: Least and largest number of units of some stages, by stage; all others have one unit or more.
     """
 
     ranges: tuple[tuple[int, int], ...]
     num_units: int
+    sizes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def whole(cls, num_stages: int, num_units: int) -> Region:
@@ -55,8 +57,23 @@ class Region:
         """Return the region of a single cut."""
         return cls(tuple((stop, stop) for _, stop in cut[:-1]), cut[-1][1])
 
+    @property
+    def limits_of_sizes(self) -> np.ndarray:
+        """The least and the largest number of units of every stage, shape (2, stages)."""
+        num_stages = len(self.ranges) + 1
+        whole = 1, self.num_units - len(self.ranges)
+        return np.array([self.sizes.get(stage, whole) for stage in range(num_stages)]).T
+
+    @property
+    def only_cut(self) -> Cut | None:
+        """The cut of the region, if the ranges of sizes leave one; None if they leave others."""
+        least, most = self.limits_of_sizes
+        if (least < most).any():
+            return None
+        return cut_at(np.cumsum(least)[:-1].tolist(), self.num_units)
+
     def restrict(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the costs of arcs with infinity for arcs that end outside of the region.
+        """Return the costs of arcs with infinity for arcs that end outside of the ranges of boundaries.
 
         Args:
             costs: Per stage the costs of its arcs, shape (units + 1, units + 1).
@@ -82,6 +99,8 @@ class Region:
         >>> [part.ranges for part in Region.whole(2, 5).without([(0, 3), (3, 5)])]
         [((1, 2),), ((4, 4),)]
         """
+        if self.only_cut is not None:
+            return []
         parts, rest = [], self
         for boundary, (_, stop) in enumerate(cut[:-1]):
             first, last = rest.ranges[boundary]
@@ -92,6 +111,17 @@ class Region:
             rest = rest._with_range(boundary, (stop, stop))
         return parts
 
+    def split(self, stage: int, size: int) -> tuple[Region, Region]:
+        """Return the cuts of the region in which a stage has at most ``size`` units, and those in which it has more.
+
+        >>> few, many = Region.whole(2, 5).split(0, 3)
+        >>> few.sizes, many.sizes
+        ({0: (1, 3)}, {0: (4, 4)})
+        """
+        least, most = self.limits_of_sizes[:, stage].tolist()
+        few, many = {**self.sizes, stage: (least, size)}, {**self.sizes, stage: (size + 1, most)}
+        return replace(self, sizes=few), replace(self, sizes=many)
+
     def _with_range(self, boundary: int, new_range: tuple[int, int]) -> Region:
         """Return the region with another range of one boundary; ranges of other boundaries shrink so that every stage has a
         unit."""
@@ -101,7 +131,7 @@ class Region:
             ranges[b] = max(ranges[b][0], ranges[b - 1][0] + 1), ranges[b][1]
         for b in range(boundary - 1, -1, -1):
             ranges[b] = ranges[b][0], min(ranges[b][1], ranges[b + 1][1] - 1)
-        return Region(tuple(ranges), self.num_units)
+        return replace(self, ranges=tuple(ranges))
 
 
 def impossible_arcs(stage: int, num_stages: int, num_units: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from .cut_graph import CutGraph
 from .cut_regions import Cut, cut_at
 from .explorer import RELATIVE_TOLERANCE
 
-__all__ = ["MAX_NODES", "locally_improved", "times_of_cuts", "times_of_even_cut"]
+__all__ = ["MAX_NODES", "locally_improved", "times_of_counts", "times_of_cuts", "times_of_even_cut"]
 
 #: Number of nodes of schedule graphs that may be evaluated at once to compare cuts, or rows.
 MAX_NODES = 2_000_000
@@ -48,6 +48,28 @@ def times_of_cuts(cut_graph: CutGraph, cuts: Sequence[Cut], vectors: np.ndarray)
         transfer = cut_graph.least_transfers_at(boundary)[ends[:, boundary, 1]]
         times[terms.transfer_forward.start + boundary] = transfer
         times[terms.transfer_backward.start + boundary] = transfer
+    return times
+
+
+def times_of_counts(cut_graph: CutGraph, counts: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Return the least seconds of every term for numbers of units, which may be fractional.
+
+    Args:
+        cut_graph: The cut graph of the setting.
+        counts: Number of units of each run at each stage, shape (stages, runs).
+        vectors: How each unit is run.
+
+    Returns:
+        Shape (terms,), as those of :func:`times_of_cuts`.
+    """
+    terms, runs = cut_graph.terms, cut_graph.runs
+    of_stages = np.einsum("sr,src->sc", counts, vectors[:, runs.first])
+    times = cut_graph.fixed_times.copy()
+    for number, part in enumerate(terms.of_stages):
+        times[part] += of_stages[:, number]
+    times[terms.all_reduce][[0, -1]] += cut_graph.exchange[1] * of_stages[[0, -1], 5].max()
+    transfers = runs.base + (runs.slopes * np.cumsum(counts, axis=0)[:-1]).sum(axis=1)
+    times[terms.transfer_forward] = times[terms.transfer_backward] = transfers
     return times
 
 

@@ -45,6 +45,7 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.search.dominance import TooManyError
 
 from .bounds import Bound, balance_weights
+from .cut_branching import Branched, CutBranching
 from .cut_plans import CutPlans
 from .cut_program import TOLERANCE, CutProgram
 from .cut_regions import Cut, Region, cut_at
@@ -73,6 +74,9 @@ _MAX_CUT_PATHS = 20
 _STEP_TO_CUT = 0.5
 #: Seconds of the integer program for the cut of the least bound; any cut below the threshold is found sooner.
 _BEST_CUT_S = 0.1
+#: Seconds of processor time for which cuts are found by the integer program, before regions are split (:mod:`.cut_branching`); and
+#: the largest number of stages with which it often ends.
+_PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 5.0, 48
 #: Largest number of cuts that are explored before there is an incumbent.  Without one a bound excludes no other cut, so that the
 #: search of a setting without a plan might go through all cuts.
 _MAX_CUTS_WITHOUT_PLAN = 10
@@ -122,6 +126,10 @@ class SettingSearch:
         self._program: CutProgram | None = None
         self._regions: list[tuple[float, int, Region]] = []
         self._num_regions = 0
+        #: How long cuts are found by the program.
+        self._of_program = Deadline()
+        #: Splits regions; None as long as the program alone is fast.
+        self._branching: CutBranching | None = None
         #: Least bound of the cuts that were given up because they have too many rows.
         self._given_up_s = math.inf
         #: The cuts whose rows are settled last, the one of the least bound first.
@@ -161,7 +169,7 @@ class SettingSearch:
         self._set_deadline(deadline)
         if self._is_possible and not self.cut_graph.is_tight:
             # It is worth the effort now.  What is known of cuts is found again, better.
-            self._all_cuts = self._program = None
+            self._all_cuts = self._program = self._branching = None
             self._regions, self._set_aside, self._given_up_s = [], [], math.inf
             self.bounds.tighten()
         self.run()
@@ -282,6 +290,8 @@ class SettingSearch:
         assert self._all_cuts is not None
         if self._program is None:
             self._program = CutProgram(self.cut_graph)
+            is_small = self.cut_graph.num_stages <= _MAX_STAGES_OF_PROGRAM
+            self._of_program = Deadline(_PROGRAM_S if is_small else 0.0, timer=time.process_time)
             for bound in self._first_cut_bounds(self._all_cuts):
                 self._program.add(bound)
             self._regions = [(self.bound_s, 0, self.bounds.whole_region)]
@@ -321,21 +331,38 @@ class SettingSearch:
             TimeoutError, UnsettledError: The deadline was over; the region is left.
         """
         least_s, _, region = self._regions[0]
-        threshold, left_s = self.incumbent.threshold, self.deadline.left_s
-        cut: Cut | None
-        try:
-            # The cut of the least bound first: better plans are found earlier.
-            solved = program.solve(region, threshold, min(_BEST_CUT_S, left_s) if math.isfinite(threshold) else left_s)
-            least_s, cut = (least_s, None) if solved is None else (max(least_s, solved[0]), solved[1])
-        except TimeoutError:
-            if math.isinf(threshold):
-                raise
-            cut = program.find(region, threshold, left_s)
-        left = [] if cut is None else self._explore_cut(program, region, cut, all_cuts)
+        found = self._found(program, region) if self._branching is None else self._branching.explore(region)
+        left = list(found.parts)
+        if found.cut is not None:
+            left = self._explore_cut(program, region, found.cut, all_cuts)
         heapq.heappop(self._regions)
         for part in left:
+            # Of equal bounds that of the latest region first: it is nearest to a single cut.
             self._num_regions += 1
-            heapq.heappush(self._regions, (least_s, self._num_regions, part))
+            heapq.heappush(self._regions, (max(least_s, found.least_s), -self._num_regions, part))
+
+    def _found(self, program: CutProgram, region: Region) -> Branched:
+        """Find a cut of a region that is below the threshold on all bounds; if that takes long, begin to split regions.
+
+        Raises:
+            TimeoutError, UnsettledError: The deadline was over.
+        """
+        threshold, left_s = self.incumbent.threshold, self.deadline.left_s
+        if math.isinf(threshold):
+            return _of_solved(program.solve(region, threshold, left_s))
+        if not self._of_program.is_over:
+            with suppress(TimeoutError):
+                # The cut of the least bound first: better plans are found earlier.
+                return _of_solved(program.solve(region, threshold, min(_BEST_CUT_S, left_s)))
+            with suppress(TimeoutError):
+                cut = program.find(region, threshold, min(self._of_program.left_s, left_s))
+                return Branched(math.inf if cut is None else 0.0, cut)
+        if self.bounds.is_simpler:
+            self.bounds.use_whole_schedule()
+            program.add(self._bound_all_cuts().bound)
+        assert self._all_cuts is not None
+        self._branching = CutBranching(self.bounds, program, self._all_cuts.bound, self._all_cuts.vectors)
+        return self._branching.explore(region)
 
     def _bound_by_program(self, program: CutProgram) -> None:
         """Raise the bound of the setting by the least that a cut has on all bounds of the program."""
@@ -443,3 +470,8 @@ class SettingSearch:
                 self._check_time()
                 self.trials.try_cut(cut_at(stops[:-1], num_units), region_bound.bound.weights, is_thorough=True)
             finished.update(tried)
+
+
+def _of_solved(solved: tuple[float, Cut] | None) -> Branched:
+    """The answer of :meth:`.cut_program.CutProgram.solve`."""
+    return Branched(math.inf) if solved is None else Branched(*solved)

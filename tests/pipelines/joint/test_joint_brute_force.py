@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.joint import JointOptions, arc_rows, cut_plans, row_search, search, stage_search
+from autoddl.pipelines.joint import JointOptions, arc_rows, cut_plans, row_search, search, setting_search, stage_search
+from autoddl.pipelines.joint.cut_branching import Branched, CutBranching
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.setting_bounds import SettingBounds
 from autoddl.pipelines.schedule import Kind
@@ -108,6 +109,21 @@ def test_joint_plan_is_the_best_if_attempts_are_resumed(kind: str, monkeypatch: 
     for seed in range(8):
         judge(solved(random.Random(seed), kind))
     assert tightened
+
+
+@pytest.mark.parametrize("kind", ("limited", "transformers", "two levels"))
+def test_joint_plan_is_the_best_if_regions_of_cuts_are_split(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The integer program has no time to find cuts, so that regions are split as soon as there is an incumbent."""
+    found: list[Branched] = []
+    explore = CutBranching.explore
+    monkeypatch.setattr(setting_search, "_PROGRAM_S", -1.0)
+    monkeypatch.setattr(
+        CutBranching, "explore", lambda branching, region: found.append(explore(branching, region)) or found[-1]
+    )
+    for seed in range(8):
+        judge(solved(random.Random(seed), kind))
+    assert any(len(branched.parts) == 2 for branched in found)
+    assert any(branched.cut is not None for branched in found)
 
 
 @pytest.mark.parametrize("kind", ("limited", "transformers", "two levels"))

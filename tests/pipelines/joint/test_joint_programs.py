@@ -19,6 +19,7 @@ from autoddl.pipelines.joint.cut_graph import CutGraph, UnitRuns
 from autoddl.pipelines.joint.cut_plans import CutPlans
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
+from autoddl.pipelines.joint.cut_times import times_of_counts, times_of_cuts
 from autoddl.pipelines.joint.cut_trials import CutTrials
 from autoddl.pipelines.joint.explorer import Explorer
 from autoddl.pipelines.joint.incumbent import Incumbent
@@ -40,7 +41,12 @@ def all_cuts(num_stages: int, region: Region) -> list[Cut]:
         for places in combinations(range(1, units), num_stages - 1)
         if all(low <= place <= high for place, (low, high) in zip(places, region.ranges))
     ]
-    return [list(zip((0, *ends), (*ends, units))) for ends in places]
+    cuts = [list(zip((0, *ends), (*ends, units))) for ends in places]
+    return [
+        cut
+        for cut in cuts
+        if all(low <= cut[stage][1] - cut[stage][0] <= high for stage, (low, high) in region.sizes.items())
+    ]
 
 
 def runs_of(kinds: list[int], crossing: np.ndarray) -> UnitRuns:
@@ -57,12 +63,23 @@ def runs_of(kinds: list[int], crossing: np.ndarray) -> UnitRuns:
 
 
 def region_of(data: st.DataObject, num_stages: int, num_units: int) -> Region:
-    """Draw the region of all cuts, or a part of it."""
+    """Draw the region of all cuts, or a part of it: by ranges of boundaries."""
     region = Region.whole(num_stages, num_units)
     if data.draw(st.booleans()):
         return region
     ranges = [tuple(sorted(data.draw(st.tuples(*[st.integers(low, high)] * 2)))) for low, high in region.ranges]
     return Region(tuple(ranges), num_units)  # type: ignore[arg-type]
+
+
+def sized_region_of(data: st.DataObject, num_stages: int, num_units: int) -> Region:
+    """Draw a part of the region of all cuts: by ranges of boundaries, and of the numbers of units of stages."""
+    region = region_of(data, num_stages, num_units)
+    for stage in data.draw(st.lists(st.integers(0, num_stages - 1), max_size=3)):
+        least, most = region.limits_of_sizes[:, stage].tolist()
+        if least < most:
+            parts = region.split(stage, data.draw(st.integers(least, most - 1)))
+            region = data.draw(st.sampled_from(parts))
+    return region
 
 
 def _price_of_limits(price: np.ndarray, homes: list[list[int]], limit: float) -> float:
@@ -174,7 +191,7 @@ def test_the_best_cut_by_all_bounds(
         ]
         return float(np.max(inside + both @ across - [bound.prices[0].sum() for bound in bounds]))
 
-    region = region_of(data, stages, units)
+    region = sized_region_of(data, stages, units)
     costs = {tuple(cut): cost(cut) for cut in all_cuts(stages, region)}
     least = min(costs.values(), default=np.inf)
     most = max(costs.values(), default=1.0) + 1.0
@@ -184,6 +201,9 @@ def test_the_best_cut_by_all_bounds(
         return
     assert found is not None and tuple(found) in costs
     assert cuts.least(region, most, 60.0) <= least + 1e-5
+    relaxed = cuts.relaxed(region, most)
+    assert relaxed is not None and relaxed[0] <= least + 1e-5
+    assert relaxed[1].sum(axis=0) == pytest.approx(cut_graph.runs.sizes)
     assert solved is not None
     bound, cut = solved
     assert tuple(cut) in costs and bound <= least + 1e-5
@@ -199,6 +219,8 @@ def test_the_best_cut_by_all_bounds(
         above = least * (1 + 4 * TOLERANCE) + 1e-5
         found = cuts.find(region, above, 60.0)
         assert found is not None and (crosses or costs[tuple(found)] <= above * (1 + 4 * TOLERANCE))
+        cuts.narrow_totals(region, above)
+        assert cuts.find(region, above, 60.0) is not None and cuts.relaxed(region, above) is not None
         below = least * (1 - 4 * TOLERANCE) - 1e-5
         assert cuts.solve(region, below, 60.0) is None or crosses
         assert cuts.find(region, below, 60.0) is None or crosses
@@ -206,12 +228,40 @@ def test_the_best_cut_by_all_bounds(
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 4))
 def test_every_other_cut_is_in_one_region(data: st.DataObject, stages: int, further: int) -> None:
-    region = region_of(data, stages, stages + further)
+    region = sized_region_of(data, stages, stages + further)
     cuts = all_cuts(stages, region)
     assume(cuts)
     cut = data.draw(st.sampled_from(cuts))
+    assert region.only_cut in (None, cut)
     parts = [tuple(one) for part in region.without(cut) for one in all_cuts(stages, part)]
     assert sorted(parts) == sorted(tuple(one) for one in cuts if one != cut)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 4))
+def test_every_cut_is_in_one_of_two_parts(data: st.DataObject, stages: int, further: int) -> None:
+    region = sized_region_of(data, stages, stages + further)
+    stage = data.draw(st.integers(0, stages - 1))
+    least, most = region.limits_of_sizes[:, stage].tolist()
+    assume(least < most)
+    few, many = (all_cuts(stages, part) for part in region.split(stage, data.draw(st.integers(least, most - 1))))
+    assert sorted(map(tuple, few + many)) == sorted(map(tuple, all_cuts(stages, region)))
+    sizes = [[cut[stage][1] - cut[stage][0] for cut in part] for part in (few, many)]
+    assert max(sizes[0], default=0) < min(sizes[1], default=np.inf)
+
+
+def test_numbers_of_units_take_as_long_as_their_cut() -> None:
+    explorer = _small_explorer()
+    (setting, *_) = explorer.settings(
+        1, False, lambda spec: spec.name == "1f1b" and spec.num_workers == 4, uneven=False
+    )
+    bounds = SettingBounds(explorer, setting, Incumbent(np.inf))
+    assert bounds.initialise()
+    graph = bounds.cut_graph
+    vectors = bounds.of_region(bounds.whole_region, 1).vectors
+    for cut in all_cuts(graph.num_stages, bounds.whole_region):
+        counts = graph.runs.counts_at([stop for _, stop in cut[:-1]])
+        (expected,) = (times_of_cuts(graph, [cut], vectors) + graph.fixed_times[:, None]).T
+        assert times_of_counts(graph, counts, vectors) == pytest.approx(expected)
 
 
 def test_a_search_without_an_incumbent_finds_the_plans_that_fit() -> None:
