@@ -76,7 +76,7 @@ _STEP_TO_CUT = 0.5
 _BEST_CUT_S = 0.1
 #: Seconds of processor time for which cuts are found by the integer program, before regions are split (:mod:`.cut_branching`); and
 #: the largest number of stages with which it often ends.
-_PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 5.0, 48
+_PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 10.0, 48
 #: Largest number of cuts that are explored before there is an incumbent.  Without one a bound excludes no other cut, so that the
 #: search of a setting without a plan might go through all cuts.
 _MAX_CUTS_WITHOUT_PLAN = 10

@@ -255,7 +255,7 @@ class UnitBounds:
         of_layers = np.minimum.reduceat(options.values(weights, exchange), options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
         for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
-            tight = least(table, _with_exchange(weights, exchange))
+            tight = _least(table, _with_exchange(weights, exchange))
             of_kinds[:, kind] = np.where(np.isfinite(tight), np.maximum(tight, of_kinds[:, kind]), of_kinds[:, kind])
         return np.asarray(of_kinds[:, self._kinds])
 
@@ -384,3 +384,14 @@ class UnitBounds:
 def _with_exchange(weights: np.ndarray, exchange: np.ndarray | None) -> np.ndarray:
     """Weights of the components of an option, from those of a stage's; arguments as :meth:`UnitBounds.least`."""
     return np.column_stack([weights, np.zeros(len(weights)) if exchange is None else exchange])
+
+
+def _least(table: VectorTable, weights: np.ndarray) -> np.ndarray:
+    """The least weighted sum of a table's vectors, for each weight; shape (weights, components) -> (weights,).
+
+    A path passes many stages as often forward as backward.  So weights that differ by a factor alone are looked up once.
+    """
+    scale = weights.sum(axis=1)
+    scale = np.where(scale > 0, scale, 1.0)
+    directions, numbers = np.unique(weights / scale[:, None], axis=0, return_inverse=True)
+    return np.asarray(least(table, directions)[numbers.ravel()] * scale)
