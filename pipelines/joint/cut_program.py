@@ -212,7 +212,8 @@ class CutProgram:
             TimeoutError: The solver had numerical difficulties.
         """
         scale = threshold * (1 + TOLERANCE)
-        solution = self._relaxed(-1, 1.0, self._constraints(region, scale, 1.0), self._ranges(region, 1.0))
+        constraints = self._constraints(region, scale, 1.0, is_relaxed=True)
+        solution = self._relaxed(-1, 1.0, constraints, self._ranges(region, 1.0))
         if solution.status == _INFEASIBLE:
             return None
         if solution.x is None:
@@ -240,7 +241,7 @@ class CutProgram:
             region: The region of all cuts that are searched from now on.
             threshold: The largest threshold from now on [s].
         """
-        constraints = self._constraints(region, threshold * (1 + TOLERANCE), 1.0)
+        constraints = self._constraints(region, threshold * (1 + TOLERANCE), 1.0, is_relaxed=True)
         lower, upper = self._ranges(region, 1.0)
         if self._narrows(constraints, lower, upper) is None:
             self._most_totals = upper[self._totals]
@@ -300,8 +301,14 @@ class CutProgram:
         """The variables t(w)."""
         return range(self._num_variables - 1 - len(self._shared), self._num_variables - 1)
 
-    def _constraints(self, region: Region, scale: float, most: float) -> list[LinearConstraint]:
-        """Return the constraints of the program; arguments as those of :meth:`_solution`."""
+    def _constraints(
+        self, region: Region, scale: float, most: float, is_relaxed: bool = False
+    ) -> list[LinearConstraint]:
+        """Return the constraints of the program; arguments as those of :meth:`_solution`.
+
+        Constraints that hold by themselves in all cuts are left out if ``is_relaxed``.  They make linear programs slow, but integer
+        programs branch better with them.
+        """
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_matrix
 
@@ -309,12 +316,21 @@ class CutProgram:
         of_bounds[:, -1] = -1.0
         constraints = [
             LinearConstraint(csr_matrix(of_bounds), -np.inf, -np.array(self._constants) / scale),
-            LinearConstraint(self._cut_matrix, *self._cut_limits(region)),
-            *self._boundary_constraints(region),
+            self._cut_constraint(region, is_relaxed),
         ]
         if math.isinf(most):
             constraints.append(LinearConstraint(csr_matrix(self._padded(self._memory_rows)), -np.inf, 1 + TOLERANCE))
         return constraints
+
+    def _cut_constraint(self, region: Region, is_relaxed: bool) -> LinearConstraint:
+        """Return the constraints by which n is a cut of a region; arguments as those of :meth:`_constraints`."""
+        from scipy.optimize import LinearConstraint
+
+        matrix, is_needed = self._cut_rows
+        low, high = self._cut_limits(region)
+        if not is_relaxed or region.ranges != Region.whole(self.stages, self.num_units).ranges:
+            return LinearConstraint(matrix, low, high)
+        return LinearConstraint(matrix[is_needed], low[is_needed], high[is_needed])
 
     def _ranges(self, region: Region, most: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the least and the largest value of each variable; arguments as those of :meth:`_solution`."""
@@ -351,18 +367,24 @@ class CutProgram:
         return rows.reshape(len(rows), -1) / self.cut_graph.limit_bytes
 
     @cached_property
-    def _cut_matrix(self) -> csr_matrix:
-        """Coefficients of the constraints by which n is a cut and totals are those of n, in the order of :meth:`_cut_limits`."""
+    def _cut_rows(self) -> tuple[csr_matrix, np.ndarray]:
+        """Coefficients of the constraints by which n is a cut, and which of them do not hold by themselves in all cuts.
+
+        The constraints are those of :meth:`_cut_limits`: of the runs, of the stages, of the totals, and for each boundary that of
+        its place and those of the order of units.
+        """
         from scipy.sparse import csr_matrix
 
         rows: list[np.ndarray] = []
+        needed: list[bool] = []
 
-        def put(coefficients: np.ndarray, other: tuple[int, float] | None = None) -> None:
+        def put(coefficients: np.ndarray, other: tuple[int, float] | None = None, is_needed: bool = True) -> None:
             row = np.zeros(self._num_variables)
             row[: self._num_counts] = coefficients.ravel()
             if other is not None:
                 row[self._num_counts + other[0]] = other[1]
             rows.append(row)
+            needed.append(is_needed)
 
         shape = (self.stages, self.runs)
         is_possible = self.cut_graph.runs.possible_in(Region.whole(self.stages, self.num_units).ranges)
@@ -382,37 +404,34 @@ class CutProgram:
             of_worker[list(stages)] = 1.0
             put(of_worker, (len(self._binaries) + number, -1.0))
         for boundary in range(self.stages - 1):
+            # The boundary is within its range.
+            before = np.zeros(shape)
+            before[: boundary + 1] = 1.0
+            put(before, is_needed=False)
             # Units of the next run are before the boundary only if this run is complete there.
             for run in range(self.runs - 1):
-                if not is_possible[boundary + 1 :, run].any() or not is_possible[: boundary + 1, run + 1].any():
-                    continue  # that is so in all cuts
+                may_break = bool(is_possible[boundary + 1 :, run].any() and is_possible[: boundary + 1, run + 1].any())
                 this, following = np.zeros(shape), np.zeros(shape)
                 this[: boundary + 1, run] = 1.0 / self.sizes[run]
                 following[: boundary + 1, run + 1] = 1.0 / self.sizes[run + 1]
                 if self.sizes[run] == 1 or self.sizes[run + 1] == 1:
-                    put(this - following)
+                    put(this - following, is_needed=may_break)
                 else:
                     number = self._binaries.index((boundary, run))
-                    put(this, (number, -1.0))
-                    put(-following, (number, 1.0))
-        return csr_matrix(np.array(rows))
+                    put(this, (number, -1.0), may_break)
+                    put(-following, (number, 1.0), may_break)
+        return csr_matrix(np.array(rows)), np.array(needed)
 
     def _cut_limits(self, region: Region) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least and the largest values of the constraints of :attr:`_cut_matrix` in a region."""
-        sizes, of_stages, totals = self.sizes.astype(float), region.limits_of_sizes, np.zeros(len(self._shared))
-        num_orders = self._cut_matrix.shape[0] - self.runs - self.stages - len(totals)
-        low = np.concatenate([sizes, of_stages[0], totals, np.zeros(num_orders)])
-        return low, np.concatenate([sizes, of_stages[1], totals, np.full(num_orders, np.inf)])
-
-    def _boundary_constraints(self, region: Region) -> list[LinearConstraint]:
-        """Return the constraints by which the boundaries of n are within the ranges of a region."""
-        from scipy.optimize import LinearConstraint
-
-        ranges = np.array(region.ranges).reshape(-1, 2)
-        whole = np.array(Region.whole(self.stages, self.num_units).ranges).reshape(-1, 2)
-        narrower = np.flatnonzero((ranges != whole).any(axis=1))
-        if not len(narrower):
-            return []
-        before = np.arange(self.stages) <= narrower[:, None]
-        rows = self._padded(np.repeat(before.astype(float), self.runs, axis=1))
-        return [LinearConstraint(rows, ranges[narrower, 0], ranges[narrower, 1])]
+        """Return the least and the largest values of the constraints by which n is a cut of a region (:attr:`_cut_rows`)."""
+        num_totals, num_rows = len(self._shared), self._cut_rows[0].shape[0]
+        least, most = region.limits_of_sizes.astype(float)
+        most[most > self.num_units - self.stages] = np.inf  # it follows from the other stages
+        low, high = np.zeros(num_rows), np.full(num_rows, np.inf)
+        first = self.runs + self.stages + num_totals
+        low[:first] = np.concatenate([self.sizes, least, np.zeros(num_totals)])
+        high[:first] = np.concatenate([self.sizes, most, np.zeros(num_totals)])
+        if region.ranges:
+            places = np.arange(first, num_rows, (num_rows - first) // len(region.ranges))
+            low[places], high[places] = np.array(region.ranges).T
+        return low, high
