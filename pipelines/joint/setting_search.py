@@ -337,9 +337,10 @@ class SettingSearch:
             left = self._explore_cut(program, region, found.cut, all_cuts)
         heapq.heappop(self._regions)
         for part in left:
-            # Of equal bounds that of the latest region first: it is nearest to a single cut.
+            # Of the parts of split regions with equal bounds the latest one first: it is nearest to a single cut.
             self._num_regions += 1
-            heapq.heappush(self._regions, (max(least_s, found.least_s), -self._num_regions, part))
+            number = self._num_regions if self._branching is None else -self._num_regions
+            heapq.heappush(self._regions, (max(least_s, found.least_s), number, part))
 
     def _found(self, program: CutProgram, region: Region) -> Branched:
         """Find a cut of a region that is below the threshold on all bounds; if that takes long, begin to split regions.
