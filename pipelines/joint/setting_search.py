@@ -19,7 +19,8 @@ up to :data:`.row_search.MARGIN` one may be, where very many are nearly as good.
     best one, or any one if that takes long.  If there is none, the setting is settled.  Otherwise the cut is excluded by a new
     bound: the best one at the point halfway between the best fractional cut and this cut, which excludes many similar cuts too;
     else the best one at the cut itself (Benders' cutting planes; Ben-Ameur and Neto, "Acceleration of cutting-plane and column
-    generation algorithms", 2007, choose such points).
+    generation algorithms", 2007, choose such points).  If the program takes long, or there are very many stages, regions of cuts
+    are bounded and split instead (:mod:`.cut_branching`), until each that is left is a single cut.
 3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.cut_plans`).
     This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.  A cut that takes long is set aside
     until all others are settled.
@@ -358,6 +359,7 @@ class SettingSearch:
             with suppress(TimeoutError):
                 cut = program.find(region, threshold, min(self._of_program.left_s, left_s))
                 return Branched(math.inf if cut is None else 0.0, cut)
+        self._check_time()
         if self.bounds.is_simpler:
             self.bounds.use_whole_schedule()
             program.add(self._bound_all_cuts().bound)
