@@ -42,8 +42,6 @@ _STEP = 0.2
 _SLOW_ROUNDS, _SLOW_ROUNDS_OF_FIRST, _SLOW = 2, 20, 0.1
 #: Largest number of stages that are tried for a split, and the least rise that counts, as a part of the rise to the threshold.
 _MAX_CANDIDATES, _TINY = 8, 1e-3
-#: A bound excludes a fractional cut if it is above all known ones by this part.
-_RISE = 1e-6
 #: Numbers of units count as whole within this.
 _WHOLE = 1e-3
 
@@ -86,12 +84,9 @@ class CutBranching:
         self._best_s = math.inf
         self._best: np.ndarray | None = None
 
-    def _add_path(self, path: np.ndarray) -> bool:
-        """Add a path to the program; return whether it is new."""
-        if self.program.knows(path):
-            return False
-        self.program.add(self.bounds.of_path(path, self.mean))
-        return True
+    def _add_path(self, path: np.ndarray) -> None:
+        if not self.program.knows(path):
+            self.program.add(self.bounds.of_path(path, self.mean))
 
     def _step(self, counts: np.ndarray) -> float:
         """Return the step of a fractional cut, and add its longest path."""
@@ -168,7 +163,7 @@ class CutBranching:
         """
 
         def is_excluded() -> bool:
-            return self.program.value_at(-1, counts) > value_s * (1 + _RISE)
+            return self.program.value_at(-1, counts) > value_s * (1 + 2 * TOLERANCE)
 
         if is_excluded():
             return True
@@ -181,15 +176,15 @@ class CutBranching:
         return is_excluded()
 
     def _split(self, region: Region, counts: np.ndarray, least_s: float) -> Branched:
-        """Split a region at the numbers of units of a fractional cut."""
+        """Split a region in two at the number of units of a stage of a fractional cut; parts without a cut are left out."""
         least, most = region.limits_of_sizes
         sizes = _sizes(counts)
         is_whole = np.abs(sizes - np.round(sizes)) <= _WHOLE
         open_stages = [stage for stage in self._order if least[stage] < most[stage]]
         candidates = [stage for stage in open_stages if not is_whole[stage]] or open_stages[:1]
-        best: tuple[Region, ...] = ()
-        best_score = -math.inf
-        tiny_s, threshold = _TINY * (self.incumbent.threshold - least_s), self.incumbent.threshold
+        best, best_score = tuple[Region, ...](), -math.inf
+        threshold = self.incumbent.threshold
+        tiny_s = _TINY * (threshold - least_s)
         for stage in candidates[:_MAX_CANDIDATES]:
             size = int(np.clip(math.floor(sizes[stage] + _WHOLE), least[stage], most[stage] - 1))
             parts, score = [], 1.0
@@ -198,10 +193,10 @@ class CutBranching:
                 score *= max(tiny_s, (threshold if solved is None else solved[0]) - least_s)
                 if solved is not None:
                     parts.append(part)
+            if len(parts) < 2:
+                return Branched(least_s, parts=tuple(parts))  # the region has become smaller at no cost
             if score > best_score:
                 best, best_score = tuple(parts), score
-            if len(parts) < 2:
-                break  # the region has become smaller at no cost
         return Branched(least_s, parts=best)
 
 
