@@ -52,7 +52,7 @@ class Branched:
 
     Attributes:
         least_s: No cut of the region is below it [s]; infinite if bounds exclude all of them.
-        cut: The only cut of the region, if no bound excludes it.
+        cut: A cut of the region that no known bound excludes; None if there is none, or if the region is split.
         parts: The parts of a region that is split; empty for others.
     """
 
@@ -76,9 +76,8 @@ class CutBranching:
         self.cut_graph, self.incumbent = bounds.cut_graph, bounds.incumbent
         for path in (*worker_paths(bounds.setting.schedule), *bounds.relaxation.paths, *bounds.schedule_graph.paths):
             self._add_path(path)
-        workers = sorted({tuple(sorted(stage for _, stage in held)) for held in self.cut_graph.demand.homes})
         #: The stages in the order in which they are chosen.
-        self._order = list(dict.fromkeys(stage for stages in workers for stage in stages))
+        self._order = list(dict.fromkeys(stage for stages in program.stages_of_workers for stage in stages))
         self._is_first = True
         #: The best fractional cut of all so far.
         self._best_s = math.inf

@@ -91,9 +91,9 @@ class CutProgram:
         #: Number of variables n(s, r).
         self._num_counts = self.stages * self.runs
         #: The stages of each worker; workers of equal stages count once.
-        self._stages_of_workers = sorted({tuple(sorted(stage for _, stage in held)) for held in cut_graph.demand.homes})
+        self.stages_of_workers = sorted({tuple(sorted(stage for _, stage in held)) for held in cut_graph.demand.homes})
         #: Those that have a variable t(w).
-        self._shared = [stages for stages in self._stages_of_workers if len(stages) > 1]
+        self._shared = [stages for stages in self.stages_of_workers if len(stages) > 1]
         #: Number of all variables: n(s, r), z(b, r), t(w) and theta.
         self._num_variables = self._num_counts + len(self._binaries) + len(self._shared) + 1
         #: The largest value of each t(w).
@@ -360,8 +360,8 @@ class CutProgram:
         least = self.cut_graph.least_of_units(np.zeros(self.cut_graph.terms.count), np.ones(self.stages))
         assert least is not None
         nbytes = least[:, self.first]
-        rows = np.zeros((len(self._stages_of_workers), *nbytes.shape))
-        for row, stages in zip(rows, self._stages_of_workers):
+        rows = np.zeros((len(self.stages_of_workers), *nbytes.shape))
+        for row, stages in zip(rows, self.stages_of_workers):
             for stage in stages:
                 row[stage] += nbytes[stage]
         return rows.reshape(len(rows), -1) / self.cut_graph.limit_bytes

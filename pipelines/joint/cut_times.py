@@ -60,17 +60,12 @@ def times_of_counts(cut_graph: CutGraph, counts: np.ndarray, vectors: np.ndarray
         vectors: How each unit is run.
 
     Returns:
-        Shape (terms,), as those of :func:`times_of_cuts`.
+        Shape (terms,), terms in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
     """
-    terms, runs = cut_graph.terms, cut_graph.runs
+    runs = cut_graph.runs
     of_stages = np.einsum("sr,src->sc", counts, vectors[:, runs.first])
-    times = cut_graph.fixed_times.copy()
-    for number, part in enumerate(terms.of_stages):
-        times[part] += of_stages[:, number]
-    times[terms.all_reduce][[0, -1]] += cut_graph.exchange[1] * of_stages[[0, -1], 5].max()
     transfers = runs.base + (runs.slopes * np.cumsum(counts, axis=0)[:-1]).sum(axis=1)
-    times[terms.transfer_forward] = times[terms.transfer_backward] = transfers
-    return times
+    return _times(cut_graph, of_stages, transfers) + cut_graph.fixed_times
 
 
 def times_of_even_cut(cut_graph: CutGraph, vectors: np.ndarray) -> tuple[np.ndarray, bool]:
@@ -82,20 +77,27 @@ def times_of_even_cut(cut_graph: CutGraph, vectors: np.ndarray) -> tuple[np.ndar
         cut_graph: The cut graph of the setting.
         vectors: How each unit is run.
     """
-    terms, widths = cut_graph.terms, cut_graph.setting.widths
+    widths = cut_graph.setting.widths
     ends = np.concatenate([[0.0], np.cumsum(widths)]) / sum(widths) * cut_graph.num_units
     units = np.arange(cut_graph.num_units)
     overlap = np.minimum(ends[1:, None], units + 1) - np.maximum(ends[:-1, None], units)
     of_stages = np.einsum("su,suc->sc", np.maximum(overlap, 0.0), vectors)
+    boundaries = np.clip(np.round(ends[1:-1]).astype(int), 1, cut_graph.num_units - 1)
+    crossing = [cut_graph.least_transfer(boundary, unit) for boundary, unit in enumerate(boundaries.tolist())]
+    most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in cut_graph.demand.homes)
+    return _times(cut_graph, of_stages, crossing), most <= cut_graph.limit_bytes
+
+
+def _times(cut_graph: CutGraph, of_stages: np.ndarray, transfers: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the seconds of every term but fixed ones, from the vectors of the stages, shape (stages, 6), and the transfers over
+    the boundaries in one direction."""
+    terms = cut_graph.terms
     times = np.zeros(terms.count)
     for number, part in enumerate(terms.of_stages):
         times[part] = of_stages[:, number]
     times[terms.all_reduce][[0, -1]] += cut_graph.exchange[1] * of_stages[[0, -1], 5].max()
-    boundaries = np.clip(np.round(ends[1:-1]).astype(int), 1, cut_graph.num_units - 1)
-    crossing = [cut_graph.least_transfer(boundary, unit) for boundary, unit in enumerate(boundaries.tolist())]
-    times[terms.transfer_forward] = times[terms.transfer_backward] = crossing
-    most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in cut_graph.demand.homes)
-    return times, most <= cut_graph.limit_bytes
+    times[terms.transfer_forward] = times[terms.transfer_backward] = transfers
+    return times
 
 
 def locally_improved(cut_graph: CutGraph, graph: StepGraph | PumpedGraph, cut: Cut, vectors: np.ndarray) -> Cut:

@@ -325,8 +325,8 @@ class SettingSearch:
         self.bound_s = max(self.bound_s, min(others_s, self._given_up_s, set_aside_s, self.best_s))
 
     def _search_region(self, program: CutProgram, all_cuts: RegionBound) -> None:
-        """Find a cut of the first region that is below the threshold on all bounds, and exclude it; drop the region if there is
-        none.
+        """Find a cut of the first region that is below the threshold on all bounds, and exclude it, or split the region; drop the
+        region if there is no such cut.
 
         Raises:
             TimeoutError, UnsettledError: The deadline was over; the region is left.
