@@ -42,6 +42,7 @@ limits are constraints, with m(s, r) the least bytes of a unit of run r at stage
 from __future__ import annotations
 
 import math
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,14 @@ class CutProgram:
         #: Number of solutions without integrality, and per bound that of the latest one that it limits.
         self._num_relaxed = 0
         self._last_used: list[int] = []
+
+    def copy(self) -> CutProgram:
+        """Return a program with the same bounds; bounds that are added to one of the two, or dropped, do not change the other."""
+        program = copy(self)
+        program.bounds, program._rows = list(self.bounds), list(self._rows)
+        program._constants, program._last_used = list(self._constants), list(self._last_used)
+        program._most_totals = self._most_totals.copy()
+        return program
 
     def knows(self, path: np.ndarray) -> bool:
         """Return whether a path, without prices of memory, is one of the bounds."""

@@ -19,8 +19,8 @@ up to :data:`.row_search.MARGIN` one may be, where very many are nearly as good.
     best one, or any one if that takes long.  If there is none, the setting is settled.  Otherwise the cut is excluded by a new
     bound: the best one at the point halfway between the best fractional cut and this cut, which excludes many similar cuts too;
     else the best one at the cut itself (Benders' cutting planes; Ben-Ameur and Neto, "Acceleration of cutting-plane and column
-    generation algorithms", 2007, choose such points).  If the program takes long, or there are very many stages, regions of cuts
-    are bounded and split instead (:mod:`.cut_branching`), until each that is left is a single cut.
+    generation algorithms", 2007, choose such points).  Regions of cuts are also bounded and split (:mod:`.cut_branching`), until
+    each that is left is a single cut.  The two methods take turns (:mod:`.cut_covers`).
 3.  *Row by row.*  A cut that no bound excludes is searched with all rows of its stages that can be of use (:mod:`.cut_plans`).
     This finds its best plan, if that is below the threshold.  Afterwards the cut is excluded.  A cut that takes long is set aside
     until all others are settled.
@@ -46,7 +46,8 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.search.dominance import TooManyError
 
 from .bounds import Bound, balance_weights
-from .cut_branching import Branched, CutBranching
+from .cut_branching import CutBranching
+from .cut_covers import CutCovers
 from .cut_plans import CutPlans
 from .cut_program import TOLERANCE, CutProgram
 from .cut_regions import Cut, Region, cut_at
@@ -73,11 +74,6 @@ _WORTH_A_TRIAL = 0.99
 _MAX_CUT_PATHS = 20
 #: How far from the best fractional cut to a whole cut the point is at which a bound is made that excludes the cut.
 _STEP_TO_CUT = 0.5
-#: Seconds of the integer program for the cut of the least bound; any cut below the threshold is found sooner.
-_BEST_CUT_S = 0.1
-#: Seconds of processor time for which cuts are found by the integer program, before regions are split (:mod:`.cut_branching`); and
-#: the largest number of stages with which it often ends.
-_PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 10.0, 48
 #: Largest number of cuts that are explored before there is an incumbent.  Without one a bound excludes no other cut, so that the
 #: search of a setting without a plan might go through all cuts.
 _MAX_CUTS_WITHOUT_PLAN = 10
@@ -123,14 +119,10 @@ class SettingSearch:
         self._is_possible: bool | None = None
         #: The best bound over all cuts; None as long as phase 1 is not complete.
         self._all_cuts: RegionBound | None = None
-        #: Phase 2: the program, and the regions that are left, the one of the least bound first; None before it begins.
-        self._program: CutProgram | None = None
-        self._regions: list[tuple[float, int, Region]] = []
-        self._num_regions = 0
-        #: How long cuts are found by the program.
-        self._of_program = Deadline()
-        #: Splits regions; None as long as the program alone is fast.
-        self._branching: CutBranching | None = None
+        #: Phase 2: the cuts that are left; None before it begins.
+        self._covers: CutCovers | None = None
+        #: The cuts that no bound excludes, but that were searched or set aside, by their boundaries.
+        self._searched: set[tuple[int, ...]] = set()
         #: Least bound of the cuts that were given up because they have too many rows.
         self._given_up_s = math.inf
         #: The cuts whose rows are settled last, the one of the least bound first.
@@ -170,8 +162,8 @@ class SettingSearch:
         self._set_deadline(deadline)
         if self._is_possible and not self.cut_graph.is_tight:
             # It is worth the effort now.  What is known of cuts is found again, better.
-            self._all_cuts = self._program = self._branching = None
-            self._regions, self._set_aside, self._given_up_s = [], [], math.inf
+            self._all_cuts = self._covers = None
+            self._searched, self._set_aside, self._given_up_s = set(), [], math.inf
             self.bounds.tighten()
         self.run()
 
@@ -289,21 +281,26 @@ class SettingSearch:
             UnsettledError: The deadline was over, some cut has too many rows and was not settled, or no plan was found that fits.
         """
         assert self._all_cuts is not None
-        if self._program is None:
-            self._program = CutProgram(self.cut_graph)
-            is_small = self.cut_graph.num_stages <= _MAX_STAGES_OF_PROGRAM
-            self._of_program = Deadline(_PROGRAM_S if is_small else 0.0, timer=time.process_time)
+        if self._covers is None:
+            program = CutProgram(self.cut_graph)
             for bound in self._first_cut_bounds(self._all_cuts):
-                self._program.add(bound)
-            self._regions = [(self.bound_s, 0, self.bounds.whole_region)]
-        num_without_plan = 0
-        while self._regions and not self._is_settled(self._regions[0][0]):
-            self._raise_bound(self._regions[0][0])
+                program.add(bound)
+            self._covers = CutCovers(
+                program,
+                self.bound_s,
+                self.bounds.whole_region,
+                self._branching,
+                lambda: self.incumbent.threshold,
+                lambda: self.deadline.left_s,
+            )
+        covers, num_without_plan = self._covers, 0
+        while not self._is_settled(covers.least_s):
+            self._raise_bound(covers.least_s)
             try:
                 self._check_time()
-                self._search_region(self._program, self._all_cuts)
+                self._search_region(covers)
             except (TimeoutError, UnsettledError):
-                self._bound_by_program(self._program)
+                self._bound_by_program(covers.program)
                 raise UnsettledError from None
             num_without_plan += math.isinf(self.best_s)
             if num_without_plan > _MAX_CUTS_WITHOUT_PLAN:
@@ -324,48 +321,26 @@ class SettingSearch:
         set_aside_s = self._set_aside[0][0] if self._set_aside else math.inf
         self.bound_s = max(self.bound_s, min(others_s, self._given_up_s, set_aside_s, self.best_s))
 
-    def _search_region(self, program: CutProgram, all_cuts: RegionBound) -> None:
-        """Find a cut of the first region that is below the threshold on all bounds, and exclude it, or split the region; drop the
-        region if there is no such cut.
+    def _search_region(self, covers: CutCovers) -> None:
+        """Explore a region of the cover whose turn it is: a cut that no known bound excludes is excluded or searched.
 
         Raises:
             TimeoutError, UnsettledError: The deadline was over; the region is left.
         """
-        least_s, _, region = self._regions[0]
-        found = self._found(program, region) if self._branching is None else self._branching.explore(region)
+        cover = covers.next_cover()
+        region, found = cover.first, cover.explore_first()
         left = list(found.parts)
         if found.cut is not None:
-            left = self._explore_cut(program, region, found.cut, all_cuts)
-        heapq.heappop(self._regions)
-        for part in left:
-            # Of the parts of split regions with equal bounds the latest one first: it is nearest to a single cut.
-            self._num_regions += 1
-            number = self._num_regions if self._branching is None else -self._num_regions
-            heapq.heappush(self._regions, (max(least_s, found.least_s), number, part))
+            left = self._explore_cut(covers, region, found.cut)
+        cover.replace_first(found.least_s, left)
 
-    def _found(self, program: CutProgram, region: Region) -> Branched:
-        """Find a cut of a region that is below the threshold on all bounds; if that takes long, begin to split regions.
-
-        Raises:
-            TimeoutError, UnsettledError: The deadline was over.
-        """
-        threshold, left_s = self.incumbent.threshold, self.deadline.left_s
-        if math.isinf(threshold):
-            return _of_solved(program.solve(region, threshold, left_s))
-        if not self._of_program.is_over:
-            with suppress(TimeoutError):
-                # The cut of the least bound first: better plans are found earlier.
-                return _of_solved(program.solve(region, threshold, min(_BEST_CUT_S, left_s)))
-            with suppress(TimeoutError):
-                cut = program.find(region, threshold, min(self._of_program.left_s, left_s))
-                return Branched(math.inf if cut is None else 0.0, cut)
-        self._check_time()
+    def _branching(self, program: CutProgram) -> CutBranching:
+        """Branch and cut with the graph of the schedule itself."""
         if self.bounds.is_simpler:
             self.bounds.use_whole_schedule()
             program.add(self._bound_all_cuts().bound)
         assert self._all_cuts is not None
-        self._branching = CutBranching(self.bounds, program, self._all_cuts.bound, self._all_cuts.vectors)
-        return self._branching.explore(region)
+        return CutBranching(self.bounds, program, self._all_cuts.bound, self._all_cuts.vectors)
 
     def _bound_by_program(self, program: CutProgram) -> None:
         """Raise the bound of the setting by the least that a cut has on all bounds of the program."""
@@ -375,34 +350,40 @@ class SettingSearch:
         least_s = program.least(self.bounds.whole_region, self.incumbent.threshold, seconds)
         self._raise_bound(least_s)
 
-    def _explore_cut(self, program: CutProgram, region: Region, cut: Cut, all_cuts: RegionBound) -> list[Region]:
-        """Exclude a cut that is below the threshold on all bounds of the program: by a new bound, or by searching it.
+    def _explore_cut(self, covers: CutCovers, region: Region, cut: Cut) -> list[Region]:
+        """Exclude a cut that is below the threshold on all bounds of a cover: by a new bound, or by searching it.
 
         Returns:
             Regions that contain all remaining cuts: the same region if a new bound excludes the cut, else regions without the cut.
         """
+        stops = tuple(stop for _, stop in cut[:-1])
+        if stops in self._searched:  # from the other cover
+            return region.without(cut)
+        assert self._all_cuts is not None
         excluded_s = self.incumbent.threshold * (1 + 2 * TOLERANCE)
-        target = np.array([stop for _, stop in cut[:-1]], dtype=float)
-        if math.isfinite(excluded_s) and len(all_cuts.boundaries):
-            bound = self.bounds.at((all_cuts.boundaries + _STEP_TO_CUT * (target - all_cuts.boundaries)).tolist())
-            if bound is not None:
-                program.add(bound)
-                if program.value(-1, cut) >= excluded_s:
-                    return [region]
+        center, target = self._all_cuts.boundaries, np.array(stops, dtype=float)
+        if math.isfinite(excluded_s) and len(center):
+            bound = self.bounds.at((center + _STEP_TO_CUT * (target - center)).tolist())
+            if bound is not None and self._is_excluded(covers, bound, cut, excluded_s):
+                return [region]
         # The linear program for this cut alone.
         cut_bound = self.bounds.of_cut(cut)
         if not self._is_settled(cut_bound.least_s):
             if self.bounds.is_simpler:
                 # Perhaps the schedule itself takes longer.
                 self.bounds.use_whole_schedule()
-                program.add(self._bound_all_cuts().bound)
+                covers.add(self._bound_all_cuts().bound)
                 return [region]
             self._settle_cut(cut, cut_bound)
-        elif math.isfinite(cut_bound.least_s):
-            program.add(cut_bound.bound)
-            if program.value(-1, cut) >= excluded_s:
-                return [region]
+        elif math.isfinite(cut_bound.least_s) and self._is_excluded(covers, cut_bound.bound, cut, excluded_s):
+            return [region]
+        self._searched.add(stops)
         return region.without(cut)
+
+    def _is_excluded(self, covers: CutCovers, bound: Bound, cut: Cut, excluded_s: float) -> bool:
+        """Add a bound, and return whether a cut is at least ``excluded_s`` on it."""
+        covers.add(bound)
+        return covers.program.value(-1, cut) >= excluded_s
 
     def _first_cut_bounds(self, region_bound: RegionBound) -> list[Bound]:
         """Return the bounds that the integer program starts with: the best bound at several prices of memory, and its paths."""
@@ -473,8 +454,3 @@ class SettingSearch:
                 self._check_time()
                 self.trials.try_cut(cut_at(stops[:-1], num_units), region_bound.bound.weights, is_thorough=True)
             finished.update(tried)
-
-
-def _of_solved(solved: tuple[float, Cut] | None) -> Branched:
-    """The answer of :meth:`.cut_program.CutProgram.solve`."""
-    return Branched(math.inf) if solved is None else Branched(*solved)

@@ -6,10 +6,12 @@ The brute force (:mod:`.brute_force`) is judged first: its times of schedules by
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.joint import JointOptions, arc_rows, cut_plans, row_search, search, setting_search, stage_search
+from autoddl.pipelines.joint import JointOptions, arc_rows, cut_covers, cut_plans, row_search, search, stage_search
 from autoddl.pipelines.joint.cut_branching import Branched, CutBranching
+from autoddl.pipelines.joint.cut_program import CutProgram
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.setting_bounds import SettingBounds
 from autoddl.pipelines.schedule import Kind
@@ -44,6 +47,8 @@ from .brute_force_instances import (
 from .brute_force_stages import Job
 from .comparisons import without_rivals
 from .pipeline_program import TaskTimes, program_of
+
+T = TypeVar("T")
 
 pytestmark = pytest.mark.slow
 
@@ -113,10 +118,10 @@ def test_joint_plan_is_the_best_if_attempts_are_resumed(kind: str, monkeypatch: 
 
 @pytest.mark.parametrize("kind", ("limited", "transformers", "two levels"))
 def test_joint_plan_is_the_best_if_regions_of_cuts_are_split(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The integer program has no time to find cuts, so that regions are split as soon as there is an incumbent."""
+    """No integer program finds cuts, so that regions are split as soon as there is an incumbent."""
     found: list[Branched] = []
     explore = CutBranching.explore
-    monkeypatch.setattr(setting_search, "_PROGRAM_S", -1.0)
+    monkeypatch.setattr(cut_covers, "_MAX_STAGES_OF_PROGRAM", 0)
     monkeypatch.setattr(
         CutBranching, "explore", lambda branching, region: found.append(explore(branching, region)) or found[-1]
     )
@@ -124,6 +129,24 @@ def test_joint_plan_is_the_best_if_regions_of_cuts_are_split(kind: str, monkeypa
         judge(solved(random.Random(seed), kind))
     assert any(len(branched.parts) == 2 for branched in found)
     assert any(branched.cut is not None for branched in found)
+
+
+@pytest.mark.parametrize("kind", ("limited", "transformers", "two levels"))
+def test_joint_plan_is_the_best_if_two_methods_search_cuts_in_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method whose turn it is changes after each region, so that both meet cuts that the other one has searched."""
+    methods: list[str] = []
+    seconds = itertools.count()
+    monkeypatch.setattr(cut_covers, "_PROGRAM_S", 0.0)
+    monkeypatch.setattr(cut_covers, "process_time", lambda: float(next(seconds)))
+
+    def recorded(method: Callable[..., T], name: str) -> Callable[..., T]:
+        return lambda *arguments: (methods.append(name), method(*arguments))[1]
+
+    monkeypatch.setattr(CutProgram, "solve", recorded(CutProgram.solve, "program"))
+    monkeypatch.setattr(CutBranching, "explore", recorded(CutBranching.explore, "branching"))
+    for seed in range(4):
+        judge(solved(random.Random(seed), kind))
+    assert {("branching", "program"), ("program", "branching")} <= set(zip(methods, methods[1:]))
 
 
 @pytest.mark.parametrize("kind", ("limited", "transformers", "two levels"))

@@ -1,0 +1,167 @@
+"""The cuts of a setting that are left, searched in two ways that take turns.
+
+A *cover* is a set of regions that together hold all cuts that are left.  Two methods exclude cuts, each with its own cover:
+
+-   *program*: the integer program of :mod:`.cut_program` finds a cut that is below the threshold on all known bounds, or says that
+    a region has none;
+-   *branching*: :mod:`.cut_branching` bounds a region, or splits it in two.
+
+Each is fast where the other one takes hours, and which one that is shows only later.  So the program begins.  When it has had some
+seconds, branching has its turn until it has had as many, and so on; each turn of the program doubles what it has had.  So a setting
+takes at most about three times as long as with the better method alone.  The cuts are settled when one of the covers is empty, and
+the larger one of their bounds holds for all cuts that are left.
+
+A program of very many stages hardly ever ends.  There branching begins, and does not stop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from time import process_time
+from typing import Protocol
+
+from .bounds import Bound
+from .cut_branching import Branched, CutBranching
+from .cut_program import CutProgram
+from .cut_regions import Cut, Region
+
+__all__ = ["CutCovers"]
+
+#: Seconds of the integer program for the cut of the least bound; any cut below the threshold is found sooner.
+_BEST_CUT_S = 0.1
+#: Seconds of processor time of the program before branching has its first turn; and the largest number of stages with which the
+#: program often ends.
+_PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 10.0, 48
+
+
+class _Explores(Protocol):
+    def __call__(self, region: Region) -> Branched:
+        """Exclude a region, find a cut of it that no known bound excludes, or split it."""
+
+
+class Cover:
+    """The regions of one method.
+
+    Args:
+        explore: The method.
+        least_s: No cut is below it [s].
+        region: The region of all cuts.
+        has_latest_first: Whether of regions with equal bounds the latest one comes first.  Of split regions that is the one nearest
+            to a single cut.
+
+    Attributes:
+        seconds: Processor time of the method.
+    """
+
+    def __init__(self, explore: _Explores, least_s: float, region: Region, has_latest_first: bool):
+        self._explore, self._sign = explore, -1 if has_latest_first else 1
+        self._regions = [(least_s, 0, region)]
+        self._num_regions = 0
+        self.seconds = 0.0
+
+    @property
+    def least_s(self) -> float:
+        """No cut of the regions is below it [s]; infinite if there is no region."""
+        return self._regions[0][0] if self._regions else math.inf
+
+    @property
+    def first(self) -> Region:
+        """A region of the least bound."""
+        return self._regions[0][2]
+
+    def explore_first(self) -> Branched:
+        """Explore the first region, which stays."""
+        began = process_time()
+        try:
+            return self._explore(self.first)
+        finally:
+            self.seconds += process_time() - began
+
+    def replace_first(self, least_s: float, parts: list[Region]) -> None:
+        """Replace the first region by the parts that are left of it; no cut of them is below ``least_s``."""
+        least_s = max(self.least_s, least_s)
+        heapq.heappop(self._regions)
+        for part in parts:
+            self._num_regions += 1
+            heapq.heappush(self._regions, (least_s, self._sign * self._num_regions, part))
+
+
+class CutCovers:
+    """The two covers of one setting.
+
+    Args:
+        program: The known bounds on the setting's cuts.
+        least_s: No cut is below it [s].
+        region: The region of all cuts.
+        make_branching: Prepares branching, with a program of its own that it is given.
+        threshold: The threshold now [s]; branching needs a finite one.
+        left_s: How many seconds are left until the deadline.
+    """
+
+    def __init__(
+        self,
+        program: CutProgram,
+        least_s: float,
+        region: Region,
+        make_branching: Callable[[CutProgram], CutBranching],
+        threshold: Callable[[], float],
+        left_s: Callable[[], float],
+    ):
+        self.program, self._region = program, region
+        self._make_branching, self._threshold, self._left_s = make_branching, threshold, left_s
+        self._of_program = Cover(self._found, least_s, region, has_latest_first=False)
+        self._branching: Cover | None = None
+        self._program_of_branching: CutProgram | None = None
+        self._has_program = program.stages <= _MAX_STAGES_OF_PROGRAM
+        #: Seconds after which the turn of the program ends.
+        self._turn_s = _PROGRAM_S
+
+    @property
+    def least_s(self) -> float:
+        """No cut that is left is below it [s]; infinite if no cut is left."""
+        return max(self._of_program.least_s, -math.inf if self._branching is None else self._branching.least_s)
+
+    def add(self, bound: Bound) -> None:
+        """Add a bound, for both methods."""
+        self.program.add(bound)
+        if self._program_of_branching is not None:
+            self._program_of_branching.add(bound)
+
+    def next_cover(self) -> Cover:
+        """The cover whose turn it is."""
+        program, branching = self._of_program, self._branching
+        if math.isinf(self._threshold()) or (self._has_program and program.seconds < self._turn_s):
+            return program
+        if branching is None:
+            self._program_of_branching = self.program.copy()
+            explore = self._make_branching(self._program_of_branching).explore
+            branching = self._branching = Cover(explore, self.least_s, self._region, has_latest_first=True)
+        if not self._has_program or branching.seconds < program.seconds:
+            return branching
+        self._turn_s = 2 * program.seconds
+        return program
+
+    def _found(self, region: Region) -> Branched:
+        """Find a cut of a region by the program, or leave the region as it is if that takes longer than the turn.
+
+        Raises:
+            TimeoutError: There is no incumbent, and the deadline is over.
+        """
+        threshold, left_s = self._threshold(), self._left_s()
+        if math.isinf(threshold):
+            return _of_solved(self.program.solve(region, threshold, left_s))
+        with suppress(TimeoutError):
+            # The cut of the least bound first: better plans are found earlier.
+            return _of_solved(self.program.solve(region, threshold, min(_BEST_CUT_S, left_s)))
+        with suppress(TimeoutError):
+            cut = self.program.find(region, threshold, min(self._turn_s - self._of_program.seconds, self._left_s()))
+            return Branched(math.inf if cut is None else 0.0, cut)
+        return Branched(0.0, parts=(region,))
+
+
+def _of_solved(solved: tuple[float, Cut] | None) -> Branched:
+    """The answer of :meth:`.cut_program.CutProgram.solve`."""
+    return Branched(math.inf) if solved is None else Branched(*solved)
