@@ -2,7 +2,9 @@
 
 A setting *near* another one has the same division of the devices and either another schedule of the same stages, or half or twice
 the micro-batch.  A good plan often has a better one there: grouped GPipe, for example, waits less than interleaved 1F1B, where its
-activations fit.  The search in a setting is that of :meth:`.setting_search.SettingSearch.improve`.
+activations fit.  Settings with half or twice as many groups of stages have other stages, and are searched when no near one is left:
+more groups fill the pipeline sooner, but every boundary between them is crossed by all activations.  The search in a setting is
+that of :meth:`.setting_search.SettingSearch.improve`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .explorer import Explorer, Setting, setting_of
 from .first_bounds import estimate_by_simulation
 from .setting_search import SettingSearch, UnsettledError
 
-__all__ = ["improve_near", "near_settings"]
+__all__ = ["improve_near", "near_settings", "regrouped_settings"]
 
 #: A setting near that of the best plan is searched if its estimated step is below this multiple of the plan's.
 _PROMISING = 1.05
@@ -36,6 +38,7 @@ def improve_near(
     tell: Callable[[float], None] = lambda better_s: None,
     least_gain: float = 0.0,
     nearby: Callable[[Setting], Iterable[Setting]] = lambda setting: (),
+    farther: Callable[[Setting], Iterable[Setting]] = lambda setting: (),
 ) -> Evaluation:
     """Return the best plan that is found in the setting of a good plan, and in settings near it; else the plan itself.
 
@@ -51,11 +54,15 @@ def improve_near(
         least_gain: Part of the cost by which a plan must be better than the one before for the search of its setting to go on.
         nearby: The settings near one: those near the setting of the plan are searched, and those near one that has a better plan,
             the most promising one first.
+        farther: Settings that are searched when no near one is left.
     """
-    best = plan
+    best, best_s = plan, plan.cost(explorer.pricing.objective)
     first = setting_of(plan.configuration)
-    queue, seen = [(0.0, first)], {first}
-    while queue and not limit.is_over:
+    queue, later, seen = [(0.0, first)], list[Setting](), {first}
+    while (queue or later) and not limit.is_over:
+        if not queue:
+            queue, later = _promising(explorer, later, best_s, limit), []
+            continue
         (_, setting), took = queue.pop(0), Clock()
         patience = Patience(limit.left_s, least_s, limit.stop, until_first_s)
         better = _improved(explorer, setting, best, patience, tell, least_gain)
@@ -64,11 +71,14 @@ def improve_near(
         elif better is None:
             continue
         best = better or best
+        best_s = best.cost(explorer.pricing.objective)
         new = [near for near in nearby(setting) if near not in seen]
         seen.update(new)
-        best_s = best.cost(explorer.pricing.objective)
-        queue += _estimates(explorer, new, best_s, limit)
-        queue = sorted((one for one in queue if one[0] < _PROMISING * best_s), key=lambda one: one[0])
+        queue = sorted([*queue, *_promising(explorer, new, best_s, limit)], key=lambda one: one[0])
+        queue = [one for one in queue if one[0] < _PROMISING * best_s]
+        new = [far for far in farther(setting) if far not in seen]
+        seen.update(new)
+        later += new
     return best
 
 
@@ -80,7 +90,8 @@ def _improved(
     tell: Callable[[float], None],
     least_gain: float,
 ) -> Evaluation | None:
-    """A plan of a setting that is better than a given one, with the same numbers of units or others; None if none is found."""
+    """A plan of a setting that is better than a given one, with the same numbers of units, if it has as many stages, or others;
+    None if none is found."""
     if explorer.memory_demand(setting.schedule) is None:
         return None
     known_s = plan.cost(explorer.pricing.objective)
@@ -97,16 +108,20 @@ def _improved(
     search.incumbent.tell = renew
     try:
         with explorer.stop.until(patience):
-            search.improve([stage.num_units for stage in plan.configuration.stages])
+            sizes = [stage.num_units for stage in plan.configuration.stages]
+            search.improve(sizes)
+            if search.best is None and len(sizes) != setting.schedule.num_stages:
+                search.run()  # the cut of the plan was of no use
     except (UnsettledError, StopRequestedError):
         pass
     return search.best
 
 
-def _estimates(
+def _promising(
     explorer: Explorer, settings: Iterable[Setting], best_s: float, limit: Clock
 ) -> list[tuple[float, Setting]]:
-    """The settings with estimates of their steps, as far as the limit allows; infinite if none can be better than ``best_s``."""
+    """The settings that can be better than ``best_s``, with estimates of their steps, the least first, as far as the limit
+    allows."""
     estimates = list[tuple[float, Setting]]()
     try:
         with explorer.stop.until(limit):
@@ -115,7 +130,7 @@ def _estimates(
                     estimates.append((estimate_by_simulation(explorer, setting, 0.0, best_s), setting))
     except StopRequestedError:
         pass
-    return estimates
+    return sorted((one for one in estimates if one[0] < _PROMISING * best_s), key=lambda one: one[0])
 
 
 def near_settings(explorer: Explorer, is_micro_batch_free: bool, setting: Setting) -> Iterator[Setting]:
@@ -143,3 +158,21 @@ def near_settings(explorer: Explorer, is_micro_batch_free: bool, setting: Settin
         if other_size and explorer.workload.batch % other_size == 0:
             near.append(explorer.settings(other_size, False, is_same_kind))
     return (one for one in chain.from_iterable(near) if one.mesh == setting.mesh and one != setting)
+
+
+def regrouped_settings(explorer: Explorer, setting: Setting) -> Iterator[Setting]:
+    """Iterate over the settings that differ from one with a single pipeline by having half or twice as many groups of stages.
+
+    Args:
+        explorer: The tables and prices of the model on the cluster.
+        setting: A setting with a synchronous schedule.
+    """
+    spec = setting.schedule
+
+    def is_regrouped(other: PipelineSchedule) -> bool:
+        has_one_pipeline = spec.num_pipelines == other.num_pipelines == 1
+        is_wanted = 2 * other.groups == spec.groups or other.groups == 2 * spec.groups
+        return has_one_pipeline and is_wanted and other.num_workers == spec.num_workers
+
+    settings = explorer.settings(setting.micro_batch, False, is_regrouped)
+    return (one for one in settings if one.mesh == setting.mesh)

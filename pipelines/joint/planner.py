@@ -41,7 +41,7 @@ from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
 from .least_memory import least_memory
 from .megatron_trials import megatron_trials
 from .meshes import has_all_divisions
-from .near_plans import improve_near, near_settings
+from .near_plans import improve_near, near_settings, regrouped_settings
 from .paper_planners import PLANNERS
 from .recipe_trials import recipe_trials
 from .result import Considered, JointOptions, PlanResult, Rival
@@ -200,6 +200,7 @@ def _near(
         lambda better_s: job.tell(better_s, 0.0, 1),
         _LEAST_GAIN_NEAR,
         partial(near_settings, explorer, job.options.base.micro_batch is None),
+        partial(regrouped_settings, explorer),
     )
 
 

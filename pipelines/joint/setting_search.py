@@ -433,7 +433,7 @@ class SettingSearch:
         (:mod:`.row_program`).  The longest paths that are met make other cuts promising, which are tried in turn.
 
         Args:
-            sizes: Number of units of each stage of the known plan.
+            sizes: Number of units of each stage of the known plan, which may have fewer or more stages; its cut is of no use then.
 
         Raises:
             UnsettledError: The deadline was over.
@@ -442,7 +442,8 @@ class SettingSearch:
         num_units, weights = self.cut_graph.num_units, balance_weights(self.setting.schedule, self.setting.widths)
         if not self.setting.schedule.synchronous or not self.bounds.initialise():
             return
-        self.trials.try_cut(cut_at(np.cumsum(sizes).tolist()[:-1], num_units), weights)
+        if len(sizes) == self.cut_graph.num_stages:
+            self.trials.try_cut(cut_at(np.cumsum(sizes).tolist()[:-1], num_units), weights)
         self.bounds.use_whole_schedule()
         finished = set[tuple[int, ...]]()
         while True:

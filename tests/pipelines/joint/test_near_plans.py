@@ -20,7 +20,7 @@ from autoddl.pipelines.joint.cut_trials import CutTrials
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.explorer import Explorer, Setting, setting_of
 from autoddl.pipelines.joint.incumbent import Incumbent
-from autoddl.pipelines.joint.near_plans import improve_near, near_settings
+from autoddl.pipelines.joint.near_plans import improve_near, near_settings, regrouped_settings
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.search import explore
 from autoddl.pipelines.joint.setting_bounds import SettingBounds
@@ -75,6 +75,33 @@ def test_near_settings_are_in_the_space_and_near_is_mutual(explorer: Explorer) -
     for setting, others in near.items():
         assert others <= set(space) and setting not in others
         assert all(other.mesh == setting.mesh and setting in near[other] for other in others)
+
+
+def test_regrouped_settings_by_hand(explorer: Explorer) -> None:
+    """Two workers of two devices each, and 6 layers, which are too few for 4 groups."""
+    of_two = [one for one in explorer.settings(4, False, lambda spec: spec.num_workers == 2) if one.mesh.nodes == 1]
+    by_name = {named(one): one for one in of_two if one.mesh.devices_per_node == 2}
+    groups = {("grouped-gpipe", "2", 4), ("interleaved-1f1b", "2", 4)}
+    assert {named(one) for one in regrouped_settings(explorer, by_name["gpipe", "", 4])} == groups
+    alone = {("gpipe", "", 4), ("1f1b", "A", 4), ("1f1b", "B", 4), ("zero-bubble", "H1", 4), ("zero-bubble", "H2", 4)}
+    for name in groups:
+        others = set(regrouped_settings(explorer, by_name[name]))
+        assert {named(one) for one in others} == alone and others <= set(by_name.values())
+    assert not list(regrouped_settings(explorer, by_name["chimera", "direct2", 4]))
+
+
+def test_settings_of_other_stages_come_last(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are searched to their end, as the cut of the plan is of no use there; of near ones only promising cuts are tried."""
+    own = next(iter(explorer.settings(4, False, lambda spec: spec.name == "zero-bubble" and spec.num_workers == 2)))
+    plan, improved, searched = best_of(explorer, own), list[Setting](), list[Setting]()
+    monkeypatch.setattr(near_plans, "estimate_by_simulation", lambda explorer, setting, step_s, best_s: step_s)
+    monkeypatch.setattr(SettingSearch, "improve", lambda self, sizes: improved.append(self.setting))
+    monkeypatch.setattr(SettingSearch, "run", lambda self: searched.append(self.setting))
+    near, far = partial(near_settings, explorer, True), partial(regrouped_settings, explorer)
+    assert improve_near(explorer, plan, Clock(), math.inf, math.inf, nearby=near, farther=far) is plan
+    num_near = len(list(near(own)))
+    assert improved[0] == own and set(improved[1 : num_near + 1]) == set(near(own))
+    assert improved[num_near + 1 :] == searched and set(searched) == set(far(own)) != set()
 
 
 def test_a_better_plan_is_found_in_another_schedule(explorer: Explorer) -> None:
