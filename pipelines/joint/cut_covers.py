@@ -7,9 +7,9 @@ A *cover* is a set of regions that together hold all cuts that are left.  Two me
 -   *branching*: :mod:`.cut_branching` bounds a region, or splits it in two.
 
 Each is fast where the other one takes hours, and which one that is shows only later.  So the program begins.  When it has had some
-seconds, branching has its turn until it has had as many, and so on; each turn of the program doubles what it has had.  So a setting
-takes at most about three times as long as with the better method alone.  The cuts are settled when one of the covers is empty, and
-the larger one of their bounds holds for all cuts that are left.
+seconds, branching has its turn until it has had as many, and so on; each turn of the program doubles what it has had.  So one
+method wastes at most about twice the time that the other one needs, but for what is lost when a program is interrupted.  The cuts
+are settled when one of the covers is empty, and the larger one of their bounds holds for all cuts that are left.
 
 A program of very many stages hardly ever ends.  There branching begins, and does not stop.
 """
@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from time import process_time
-from typing import Protocol
 
 from .bounds import Bound
 from .cut_branching import Branched, CutBranching
@@ -37,16 +36,11 @@ _BEST_CUT_S = 0.1
 _PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 10.0, 48
 
 
-class _Explores(Protocol):
-    def __call__(self, region: Region) -> Branched:
-        """Exclude a region, find a cut of it that no known bound excludes, or split it."""
-
-
 class Cover:
     """The regions of one method.
 
     Args:
-        explore: The method.
+        explore: The method: it excludes a region, finds a cut of it that no known bound excludes, or splits it.
         least_s: No cut is below it [s].
         region: The region of all cuts.
         has_latest_first: Whether of regions with equal bounds the latest one comes first.  Of split regions that is the one nearest
@@ -56,7 +50,7 @@ class Cover:
         seconds: Processor time of the method.
     """
 
-    def __init__(self, explore: _Explores, least_s: float, region: Region, has_latest_first: bool):
+    def __init__(self, explore: Callable[[Region], Branched], least_s: float, region: Region, has_latest_first: bool):
         self._explore, self._sign = explore, -1 if has_latest_first else 1
         self._regions = [(least_s, 0, region)]
         self._num_regions = 0
