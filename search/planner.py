@@ -10,7 +10,7 @@ the best choice found so far by a search, a bracket or a baseline.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.assessment import Assessment
@@ -197,20 +197,7 @@ def make_plan(
     assert choice is not None
     strategies = best.problem.strategies(choice)
     optimal = lower >= best.result.cost * (1 - 1e-9)
-    claim = Claim(
-        strategies=strategies,
-        cost=best.result.cost,
-        lower_bound=best.result.cost if optimal else best.result.lower_bound,
-        memory_bytes=best.result.memory_bytes,
-        optimal=optimal,
-        memory_limit_bytes=limit,
-        objective=options.objective,
-        untied=options.untied,
-        summa=options.summa,
-        executor=options.executor,
-        choices=options.choices,
-    )
-    assessment = verify(graph, cluster, best.problem.workload, claim, single_changes=False)
+    assessment = _verified(books, best, strategies, options, limit, optimal)
     cost, is_compared = assessment.cost(options.objective), is_restricted and not known
     everything = None
     if is_compared:
@@ -238,6 +225,40 @@ def make_plan(
         start_fault=found.start_fault,
         all_strategies=everything,
     )
+
+
+def _verified(
+    books: PriceBooks,
+    best: BestPlan,
+    strategies: Mapping[str, Strategy],
+    options: Options,
+    limit: float,
+    optimal: bool,
+) -> Assessment:
+    """The figures of a plan that was found, after what the search says of it was verified against the layer graph.
+
+    Args:
+        books: the price books of the model on the cluster.
+        best: the plan at its setting.
+        strategies: the strategy of each layer, by name.
+        options: what was searched.
+        limit: memory per device [bytes].
+        optimal: whether no plan of any setting is better.
+    """
+    claim = Claim(
+        strategies=strategies,
+        cost=best.result.cost,
+        lower_bound=best.result.cost if optimal else best.result.lower_bound,
+        memory_bytes=best.result.memory_bytes,
+        optimal=optimal,
+        memory_limit_bytes=limit,
+        objective=options.objective,
+        untied=options.untied,
+        summa=options.summa,
+        executor=options.executor,
+        choices=options.choices,
+    )
+    return verify(books.graph, books.cluster, best.problem.workload, claim, single_changes=False)
 
 
 @dataclass(frozen=True)

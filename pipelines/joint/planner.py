@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -282,10 +283,6 @@ def _plan_by_search(
         began: When planning began, in seconds of ``time.perf_counter``.
     """
     one_stage = _as_one_stage(job, unpipelined)
-    stale = job.options.allow_stale
-    notes: tuple[str, ...] = ()
-    if stale and job.chain.shares_weights:
-        notes = ("layers share a weight, so asynchronous schedules are left out",)
     # Phase 1: the best one of the first plans is the first incumbent.
     trial, _, recipe, _ = first_plans
     first = [plan for plan in (one_stage, *first_plans) if plan is not None]
@@ -293,7 +290,9 @@ def _plan_by_search(
     if best is not None:
         job.tell(_cost(job, best), 0.0, 0)
     # Phase 2: an early incumbent, by the most promising settings.
-    settings = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
+    settings = explorer.settings(
+        job.options.base.micro_batch, job.options.allow_stale, lambda spec: spec.num_workers > 1
+    )
     known = None if best is None else setting_of(best.configuration)
     search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.tell, known=known)
     is_good = best is not None and best is not trial
@@ -327,10 +326,32 @@ def _plan_by_search(
     if best is None:
         job.stop.check()
         raise _nothing_found(job, explorer, explored, clock, error)
-    rivals = [_with_bound_of_space(job, rival, explored) for rival in rivals]
+    return _result(job, explorer, best, explored, unpipelined, error, rivals, began)
+
+
+def _result(
+    job: PlanningJob,
+    explorer: Explorer,
+    best: Evaluation,
+    explored: Explored,
+    unpipelined: Planned | None,
+    error: UserError | None,
+    rivals: Sequence[Rival],
+    began: float,
+) -> PlanResult:
+    """The best plan of the whole space with its bound; arguments as of :func:`_plan_by_search`.
+
+    Args:
+        best: The best plan.
+        explored: What is known of plans with a pipeline.
+        rivals: The best plans of the families.
+    """
     cost = _cost(job, best)
     lower = _lower_bound(job, cost, explored, unpipelined, error)
     optimal = lower >= cost * (1 - 1e-9)
+    notes: tuple[str, ...] = ()
+    if job.options.allow_stale and job.chain.shares_weights:
+        notes = ("layers share a weight, so asynchronous schedules are left out",)
     return PlanResult(
         graph=job.graph,
         cluster=job.cluster,
@@ -340,7 +361,7 @@ def _plan_by_search(
         lower_bound_s=cost if optimal else lower,
         optimal=optimal,
         considered=_considered(job, explored, explorer, unpipelined),
-        rivals=tuple(rivals),
+        rivals=tuple(_with_bound_of_space(job, rival, explored) for rival in rivals),
         search_s=time.perf_counter() - began,
         notes=notes,
         is_interrupted=job.stop.is_requested,
