@@ -270,7 +270,7 @@ class CutPlans:
         wanted = [self._row_filter(bound, stage) for bound in (*self.search.bounds, *through)]
         arc = load_rows(self.cut_graph, stage, first, stop, wanted, has_sides)
         weights = np.max([row_filter.weights for row_filter in wanted], axis=0)
-        weights[-1] = max(weights[-1], _LEAST_PRICE * self.incumbent.best_s / self.cut_graph.limit_bytes)
+        weights[-1] = max(weights[-1], _LEAST_PRICE * self.bounds.approximate_step_s() / self.cut_graph.limit_bytes)
         self.cut_graph.arcs[stage, first, stop] = coarse(arc, weights)
 
     def _paths_through(self, stage: int, times: np.ndarray) -> list[np.ndarray]:
