@@ -26,6 +26,7 @@ from .bounds import Bound
 from .cut_branching import Branched, CutBranching
 from .cut_program import CutProgram
 from .cut_regions import Cut, Region
+from .setting_bounds import SettingBounds
 
 __all__ = ["CutCovers"]
 
@@ -84,31 +85,22 @@ class Cover:
 
 
 class CutCovers:
-    """The two covers of one setting.
+    """The covers of one setting.
 
     Args:
-        program: The known bounds on the setting's cuts.
+        bounds: The bounds of the setting.
+        program: The known bounds on its cuts.
         least_s: No cut is below it [s].
-        region: The region of all cuts.
-        make_branching: Prepares branching, with a program of its own that it is given.
-        threshold: The threshold now [s]; branching needs a finite one.
-        left_s: How many seconds are left until the deadline.
+        make_branching: Prepares branching, with a program of its own.
     """
 
     def __init__(
-        self,
-        program: CutProgram,
-        least_s: float,
-        region: Region,
-        make_branching: Callable[[CutProgram], CutBranching],
-        threshold: Callable[[], float],
-        left_s: Callable[[], float],
+        self, bounds: SettingBounds, program: CutProgram, least_s: float, make_branching: Callable[[], CutBranching]
     ):
-        self.program, self._region = program, region
-        self._make_branching, self._threshold, self._left_s = make_branching, threshold, left_s
-        self._of_program = Cover(self._found, least_s, region, has_latest_first=False)
-        self._branching: Cover | None = None
-        self._program_of_branching: CutProgram | None = None
+        self.bounds, self.program, self._make_branching = bounds, program, make_branching
+        #: The covers and programs of the two methods; those of branching are missing before its first turn.
+        self._covers = [Cover(self._found, least_s, bounds.whole_region, has_latest_first=False)]
+        self._programs = [program]
         self._has_program = program.stages <= _MAX_STAGES_OF_PROGRAM
         #: Seconds after which the turn of the program ends.
         self._turn_s = _PROGRAM_S
@@ -116,25 +108,25 @@ class CutCovers:
     @property
     def least_s(self) -> float:
         """No cut that is left is below it [s]; infinite if no cut is left."""
-        return max(self._of_program.least_s, -math.inf if self._branching is None else self._branching.least_s)
+        return max(cover.least_s for cover in self._covers)
 
     def add(self, bound: Bound) -> None:
         """Add a bound, for both methods."""
-        self.program.add(bound)
-        if self._program_of_branching is not None:
-            self._program_of_branching.add(bound)
+        for program in self._programs:
+            program.add(bound)
 
     def next_cover(self) -> Cover:
-        """The cover whose turn it is."""
-        program, branching = self._of_program, self._branching
-        if math.isinf(self._threshold()) or (self._has_program and program.seconds < self._turn_s):
+        """The cover whose turn it is; without an incumbent that of the program."""
+        program = self._covers[0]
+        if math.isinf(self.bounds.incumbent.threshold) or (self._has_program and program.seconds < self._turn_s):
             return program
-        if branching is None:
-            self._program_of_branching = self.program.copy()
-            explore = self._make_branching(self._program_of_branching).explore
-            branching = self._branching = Cover(explore, self.least_s, self._region, has_latest_first=True)
-        if not self._has_program or branching.seconds < program.seconds:
-            return branching
+        if len(self._covers) == 1:
+            branching = self._make_branching()
+            self._programs.append(branching.program)
+            self._covers.append(Cover(branching.explore, self.least_s, self.bounds.whole_region, has_latest_first=True))
+        cover = self._covers[1]
+        if not self._has_program or cover.seconds < program.seconds:
+            return cover
         self._turn_s = 2 * program.seconds
         return program
 
@@ -144,14 +136,15 @@ class CutCovers:
         Raises:
             TimeoutError: There is no incumbent, and the deadline is over.
         """
-        threshold, left_s = self._threshold(), self._left_s()
+        threshold, left_s = self.bounds.incumbent.threshold, self.bounds.deadline.left_s
         if math.isinf(threshold):
             return _of_solved(self.program.solve(region, threshold, left_s))
         with suppress(TimeoutError):
             # The cut of the least bound first: better plans are found earlier.
             return _of_solved(self.program.solve(region, threshold, min(_BEST_CUT_S, left_s)))
         with suppress(TimeoutError):
-            cut = self.program.find(region, threshold, min(self._turn_s - self._of_program.seconds, self._left_s()))
+            turn_s = self._turn_s - self._covers[0].seconds
+            cut = self.program.find(region, threshold, min(turn_s, self.bounds.deadline.left_s))
             return Branched(math.inf if cut is None else 0.0, cut)
         return Branched(0.0, parts=(region,))
 

@@ -61,7 +61,7 @@ def improve_near(
     queue, later, seen = [(0.0, first)], list[Setting](), {first}
     while (queue or later) and not limit.is_over:
         if not queue:
-            queue, later = _promising(explorer, later, best_s, limit), []
+            queue, later = _promising(_estimates(explorer, later, best_s, limit), best_s), []
             continue
         (_, setting), took = queue.pop(0), Clock()
         patience = Patience(limit.left_s, least_s, limit.stop, until_first_s)
@@ -72,13 +72,9 @@ def improve_near(
             continue
         best = better or best
         best_s = best.cost(explorer.pricing.objective)
-        new = [near for near in nearby(setting) if near not in seen]
-        seen.update(new)
-        queue = sorted([*queue, *_promising(explorer, new, best_s, limit)], key=lambda one: one[0])
-        queue = [one for one in queue if one[0] < _PROMISING * best_s]
-        new = [far for far in farther(setting) if far not in seen]
-        seen.update(new)
-        later += new
+        new, far = ([one for one in others(setting) if one not in seen] for others in (nearby, farther))
+        seen.update(new, far)
+        queue, later = _promising([*queue, *_estimates(explorer, new, best_s, limit)], best_s), later + far
     return best
 
 
@@ -117,11 +113,15 @@ def _improved(
     return search.best
 
 
-def _promising(
+def _promising(estimates: Iterable[tuple[float, Setting]], best_s: float) -> list[tuple[float, Setting]]:
+    """The settings that may have a plan better than ``best_s`` by their estimates, the least one first."""
+    return sorted((one for one in estimates if one[0] < _PROMISING * best_s), key=lambda one: one[0])
+
+
+def _estimates(
     explorer: Explorer, settings: Iterable[Setting], best_s: float, limit: Clock
 ) -> list[tuple[float, Setting]]:
-    """The settings that can be better than ``best_s``, with estimates of their steps, the least first, as far as the limit
-    allows."""
+    """The settings with estimates of their steps, as far as the limit allows; infinite if none can be better than ``best_s``."""
     estimates = list[tuple[float, Setting]]()
     try:
         with explorer.stop.until(limit):
@@ -130,7 +130,7 @@ def _promising(
                     estimates.append((estimate_by_simulation(explorer, setting, 0.0, best_s), setting))
     except StopRequestedError:
         pass
-    return sorted((one for one in estimates if one[0] < _PROMISING * best_s), key=lambda one: one[0])
+    return estimates
 
 
 def near_settings(explorer: Explorer, is_micro_batch_free: bool, setting: Setting) -> Iterator[Setting]:

@@ -285,14 +285,7 @@ class SettingSearch:
             program = CutProgram(self.cut_graph)
             for bound in self._first_cut_bounds(self._all_cuts):
                 program.add(bound)
-            self._covers = CutCovers(
-                program,
-                self.bound_s,
-                self.bounds.whole_region,
-                self._branching,
-                lambda: self.incumbent.threshold,
-                lambda: self.deadline.left_s,
-            )
+            self._covers = CutCovers(self.bounds, program, self.bound_s, self._branching)
         covers, num_without_plan = self._covers, 0
         while not self._is_settled(covers.least_s):
             self._raise_bound(covers.least_s)
@@ -334,13 +327,18 @@ class SettingSearch:
             left = self._explore_cut(covers, region, found.cut)
         cover.replace_first(found.least_s, left)
 
-    def _branching(self, program: CutProgram) -> CutBranching:
+    def _branching(self) -> CutBranching:
         """Branch and cut with the graph of the schedule itself."""
+        assert self._covers is not None
         if self.bounds.is_simpler:
-            self.bounds.use_whole_schedule()
-            program.add(self._bound_all_cuts().bound)
+            self._use_whole_schedule(self._covers)
         assert self._all_cuts is not None
-        return CutBranching(self.bounds, program, self._all_cuts.bound, self._all_cuts.vectors)
+        return CutBranching(self.bounds, self._covers.program.copy(), self._all_cuts.bound, self._all_cuts.vectors)
+
+    def _use_whole_schedule(self, covers: CutCovers) -> None:
+        """Use the graph of the schedule itself from now on; its best bound over all cuts is a new one."""
+        self.bounds.use_whole_schedule()
+        covers.add(self._bound_all_cuts().bound)
 
     def _bound_by_program(self, program: CutProgram) -> None:
         """Raise the bound of the setting by the least that a cut has on all bounds of the program."""
@@ -371,8 +369,7 @@ class SettingSearch:
         if not self._is_settled(cut_bound.least_s):
             if self.bounds.is_simpler:
                 # Perhaps the schedule itself takes longer.
-                self.bounds.use_whole_schedule()
-                covers.add(self._bound_all_cuts().bound)
+                self._use_whole_schedule(covers)
                 return [region]
             self._settle_cut(cut, cut_bound)
         elif math.isfinite(cut_bound.least_s) and self._is_excluded(covers, cut_bound.bound, cut, excluded_s):
