@@ -1,29 +1,39 @@
-"""Branch and cut: a region of cuts is bounded by paths that are longest at fractional cuts, or else split in two.
+"""Branch and cut: a region of cuts is bounded by bounds that are made for it, or else split.
 
-**Separation.**  The program of :mod:`.cut_program` without integrality has the best fractional cut x of the region for all known
-bounds.  If the schedule takes longer at x than these bounds say, its longest path there is a new bound that excludes x (Kelley's
-cutting planes).  Solutions alone swing from one extreme to another.  So the path is that of the point
+**Bounds.**  The program of :mod:`.cut_program` without integrality has the least value that the known bounds leave to a region, and
+the fractional cut that has it.  As long as the value is below the threshold, new bounds follow:
 
-    c + STEP (x - c)
+1.  *Paths.*  The longest path of the schedule at the fractional cut is a bound that excludes the cut, if the schedule takes longer
+    there than the known bounds say (Kelley's cutting planes).  Solutions alone swing from one extreme to another.  So the path at a
+    point between the best fractional cut so far and the solution comes first (the in-out separation of Ben-Ameur and Neto, 2007).
+2.  *Means.*  A path knows no memory limit: the units of each path are run as is fastest for it alone.  The linear program of
+    :mod:`.relaxation`, with the region's numbers of units, yields the best mean of paths with prices of memory.  It takes longer.
 
-first, with c the best fractional cut of the region so far (the in-out separation of Ben-Ameur and Neto, 2007).  Where paths exclude
-no more, prices of memory may: the best mean of paths at x (:meth:`.setting_bounds.SettingBounds.at`).
+All of them hold for all cuts.  So most regions are excluded by bounds that others needed, in a single small program.  A region is
+split when its bound rises slowly, or when a fractional cut of it is below the threshold, so that no bound can exclude it.
 
-**Branching.**  As soon as bounds rise slowly, or c is below the threshold, so that no bound can exclude the region, one stage is
-chosen whose number of units is fractional: the region is split in the cuts in which the stage has fewer, and more, units.  Of the
-first few such stages it is the one whose parts have the best bounds (strong branching): the largest product of rises.  The stages
-of one worker follow each other, because their total is fixed by the work of the worker, and the workers of the first and last
-stages come first: what they do delays all others.
+**Totals.**  Most workers must work for most of a good step, so that the totals of workers with several stages have few values
+(:meth:`.cut_program.CutProgram.narrow_totals`).  The relaxation of all cuts does not know that.  With totals it is much tighter.
 
-A solver of integer programs branches, too.  But it knows no paths except those of whole cuts that it has found, and needs
-thousands of them where the stages of a worker can share its units in many ways.  Paths at fractional cuts bound all of these at
-once.
+**Branching.**  A region is split at one worker: into one region for each way to share the worker's total among its stages, if these
+ways are few.  While the stages of a worker share its units in fractions, a pass through each of them takes the mean time.  In whole
+units some passes are long and some are short, and neighbours wait for each other: the bound rises as soon as all stages of a worker
+are whole, and hardly before.  The workers of the last and the first stages come first: what they do delays all others.
+
+If the ways are many, or if the worker has one stage, the region is split in the cuts in which one stage has fewer, and more, units.
+Of the first few stages with a fractional number of units it is the one whose parts have the best bounds (strong branching): the
+largest product of rises.
+
+A solver of integer programs branches, too.  But it knows no bounds except those of whole cuts that it has found, and needs
+thousands of them where the stages of a worker can share its units in many ways.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import process_time
 
 import numpy as np
 
@@ -31,16 +41,25 @@ from .bounds import Bound, worker_paths
 from .cut_program import TOLERANCE, CutProgram
 from .cut_regions import Cut, Region
 from .cut_times import times_of_counts
-from .setting_bounds import SettingBounds, UnsettledError
+from .setting_bounds import FractionalCut, SettingBounds, UnsettledError
 
-__all__ = ["Branched", "CutBranching"]
+__all__ = ["Branched", "CutBranching", "shares_of_total"]
 
+#: Largest number of rounds of either method for a region, and for the first one.
+_MAX_ROUNDS, _MAX_ROUNDS_OF_FIRST = 8, 40
+#: A method ends when in some rounds less than this part of the gap has been closed: from the bound to the threshold, or to the best
+#: fractional cut.
+_SLOW = 0.15
+#: A method is left out if it excludes fewer regions per second than this part of what the other one does.
+_LEAST_RATE = 0.5
 #: How far from the best fractional cut of a region to the program's solution the point is whose longest path is added first.
-_STEP = 0.2
-#: A region is split when, in so many rounds, less than this part of the gap has been closed: from the bound to the threshold, or to
-#: the best fractional cut.
-_SLOW_ROUNDS, _SLOW_ROUNDS_OF_FIRST, _SLOW = 2, 20, 0.1
-#: Largest number of stages that are tried for a split, and the least rise that counts, as a part of the rise to the threshold.
+_STEP = 0.3
+#: Largest number of paths in the linear program.
+_MAX_PATHS = 150
+#: Largest number of ways to share a worker's total in which a region is split.
+_MAX_SHARES = 40
+#: Largest number of stages that are tried for a split in two, and the least rise that counts, as a part of the rise to the
+#: threshold.
 _MAX_CANDIDATES, _TINY = 8, 1e-3
 #: Numbers of units count as whole within this.
 _WHOLE = 1e-3
@@ -53,12 +72,152 @@ class Branched:
     Attributes:
         least_s: No cut of the region is below it [s]; infinite if bounds exclude all of them.
         cut: A cut of the region that no known bound excludes; None if there is none, or if the region is split.
-        parts: The parts of a region that is split; empty for others.
+        parts: The parts of a region that is split, each with a bound of its own [s]; empty for others.
     """
 
     least_s: float
     cut: Cut | None = None
-    parts: tuple[Region, ...] = ()
+    parts: tuple[tuple[float, Region], ...] = ()
+
+
+class _NoCutError(Exception):
+    """No cut of a region fits the memory limit."""
+
+
+class _Method:
+    """A way to bound regions by new bounds, round by round.
+
+    Args:
+        bounds: The bounds of the setting.
+        program: The known bounds on its cuts.
+
+    Attributes:
+        best_s: The least step of a fractional cut of the present region that was met [s].
+    """
+
+    #: Number of rounds after which the bound of a region must have risen.
+    slow_rounds = 0
+
+    def __init__(self, bounds: SettingBounds, program: CutProgram):
+        self.bounds, self.program = bounds, program
+        self.best_s = math.inf
+        self._num_excluded, self._seconds = 0, 0.0
+
+    @property
+    def rate(self) -> float:
+        """About how many regions it excludes per second of processor time."""
+        return (self._num_excluded + 1) / (self._seconds + 1)
+
+    def raised(
+        self, region: Region, solved: tuple[float, np.ndarray], max_rounds: int
+    ) -> tuple[float, np.ndarray] | None:
+        """Add bounds until they exclude a region, or its bound rises slowly.
+
+        Args:
+            region: The region.
+            solved: Its bound so far [s], and the fractional cut that has it (:meth:`.cut_program.CutProgram.relaxed`).
+            max_rounds: Largest number of rounds.
+
+        Returns:
+            The same for all bounds; None if they exclude the region.
+
+        Raises:
+            TimeoutError, UnsettledError: The deadline was over, or a program was not solved.
+        """
+        began, threshold = process_time(), self.bounds.incumbent.threshold
+        self._begin()
+        values_s = [solved[0]]
+        try:
+            while self._has_next_round(values_s, max_rounds) and self._add(region, *solved):
+                self.bounds.explorer.stop.check()
+                if self.bounds.deadline.is_over:
+                    raise UnsettledError
+                relaxed = self.program.relaxed(region, threshold)
+                if relaxed is None:
+                    raise _NoCutError
+                solved = relaxed
+                values_s.append(solved[0])
+            return max(values_s), solved[1]
+        except _NoCutError:
+            self._num_excluded += 1
+            return None
+        finally:
+            self._seconds += process_time() - began
+
+    def _has_next_round(self, values_s: Sequence[float], max_rounds: int) -> bool:
+        """Return whether there is another round after the bounds so far [s]."""
+        if len(values_s) <= self.slow_rounds:
+            return True
+        threshold, before_s = self.bounds.incumbent.threshold, values_s[-1 - self.slow_rounds]
+        is_slow = values_s[-1] - before_s < _SLOW * (min(self.best_s, threshold) - before_s)
+        return len(values_s) <= max_rounds and self.best_s >= threshold and not is_slow
+
+    def _begin(self) -> None:
+        """Begin with a region."""
+        raise NotImplementedError
+
+    def _add(self, region: Region, value_s: float, counts: np.ndarray) -> bool:
+        """Add bounds; return whether they may exclude a fractional cut: numbers of units, shape (stages, runs), whose bound so far
+        is ``value_s``.
+
+        Raises:
+            _NoCutError: The region has no cut that fits.
+            UnsettledError: A program was not solved.
+        """
+        raise NotImplementedError
+
+
+class _Paths(_Method):
+    """Longest paths at fractional cuts.
+
+    Args:
+        mean: The best bound of all cuts, in whose ratio paths count the exchange of gradients.
+        vectors: How each unit is run at that bound; shape (stages, units, 6).
+    """
+
+    slow_rounds = 6
+
+    def __init__(self, bounds: SettingBounds, program: CutProgram, mean: Bound, vectors: np.ndarray):
+        super().__init__(bounds, program)
+        self._mean, self._vectors = mean, vectors
+        for path in (*worker_paths(bounds.setting.schedule), *bounds.relaxation.paths, *bounds.schedule_graph.paths):
+            self._add_path(path)
+
+    def _add_path(self, path: np.ndarray) -> bool:
+        is_new = not self.program.knows(path)
+        if is_new:
+            self.program.add(self.bounds.of_path(path, self._mean))
+        return is_new
+
+    def _begin(self) -> None:
+        self.best_s, self._best = math.inf, np.zeros(0)
+
+    def _add(self, region: Region, value_s: float, counts: np.ndarray) -> bool:
+        between = counts if math.isinf(self.best_s) else self._best + _STEP * (counts - self._best)
+        for point in (between, counts):
+            step_s, path = self.bounds.graph.step(times_of_counts(self.bounds.cut_graph, point, self._vectors))
+            if step_s < self.best_s:
+                self.best_s, self._best = step_s, point
+            if self._add_path(path) and self.program.value_at(-1, counts) > value_s * (1 + 2 * TOLERANCE):
+                return True
+        return False
+
+
+class _Means(_Method):
+    """Best means of paths for a region."""
+
+    slow_rounds = 4
+
+    def _begin(self) -> None:
+        self.best_s, self._center = math.inf, FractionalCut()
+
+    def _add(self, region: Region, value_s: float, counts: np.ndarray) -> bool:
+        mean = self.bounds.mean_over(region, self.program.limits_of_totals, self._center)
+        if mean is None:
+            raise _NoCutError
+        self.best_s = self._center.step_s
+        self.program.add(*mean)
+        return True
 
 
 class CutBranching:
@@ -72,28 +231,12 @@ class CutBranching:
     """
 
     def __init__(self, bounds: SettingBounds, program: CutProgram, mean: Bound, vectors: np.ndarray):
-        self.bounds, self.program, self.mean, self.vectors = bounds, program, mean, vectors
-        self.cut_graph, self.incumbent = bounds.cut_graph, bounds.incumbent
-        for path in (*worker_paths(bounds.setting.schedule), *bounds.relaxation.paths, *bounds.schedule_graph.paths):
-            self._add_path(path)
-        #: The stages in the order in which they are chosen.
-        self._order = list(dict.fromkeys(stage for stages in program.stages_of_workers for stage in stages))
+        self.bounds, self.program, self.incumbent = bounds, program, bounds.incumbent
+        bounds.max_paths = max(bounds.max_paths, _MAX_PATHS)
+        self._methods = (_Paths(bounds, program, mean, vectors), _Means(bounds, program))
+        #: The workers' stages in the order in which regions are split.
+        self._workers = _from_both_ends(program.stages_of_workers)
         self._is_first = True
-        #: The best fractional cut of all so far.
-        self._best_s = math.inf
-        self._best: np.ndarray | None = None
-
-    def _add_path(self, path: np.ndarray) -> None:
-        if not self.program.knows(path):
-            self.program.add(self.bounds.of_path(path, self.mean))
-
-    def _step(self, counts: np.ndarray) -> float:
-        """Return the step of a fractional cut, and add its longest path."""
-        step, path = self.bounds.graph.step(times_of_counts(self.cut_graph, counts, self.vectors))
-        self._add_path(path)
-        if step < self._best_s:
-            self._best_s, self._best = step, counts
-        return step
 
     def explore(self, region: Region) -> Branched:
         """Bound a region; if bounds do not exclude all of it, split it, or return its only cut.
@@ -101,97 +244,78 @@ class CutBranching:
         Raises:
             TimeoutError, UnsettledError: The deadline was over, or a program was not solved.
         """
-        threshold, is_first = self.incumbent.threshold, self._is_first
+        program, threshold, is_first = self.program, self.incumbent.threshold, self._is_first
         if is_first:
-            self.program.narrow_totals(self.bounds.whole_region, threshold)
-        slow_rounds = _SLOW_ROUNDS_OF_FIRST if is_first else _SLOW_ROUNDS
-        least_s, gaps_s = list[float](), list[float]()
-        center_s, center = math.inf, None
-        while True:
-            self.bounds.explorer.stop.check()
-            if self.bounds.deadline.is_over:
-                raise UnsettledError
-            solved = self.program.relaxed(region, threshold)
-            if solved is None:
-                return Branched(math.inf)
-            value_s, counts = solved
-            if region.only_cut is not None:
-                value_s = self.program.largest_value(region.only_cut)
-                is_excluded = value_s >= threshold * (1 + TOLERANCE)
-                return Branched(math.inf) if is_excluded else Branched(value_s, cut=region.only_cut)
-            least_s.append(value_s)
-            if center is None:
-                center = self._nearest(region, counts)
-                center_s = self._step(center)
-            if center_s < threshold and not is_first:
-                break
-            middle = center + _STEP * (counts - center)
-            middle_s = self._step(middle)
-            if middle_s < center_s:
-                center_s, center = middle_s, middle
-            if not self._excludes(counts, value_s):
-                break
-            gaps_s.append(min(center_s, threshold) - value_s)
-            if len(gaps_s) > slow_rounds and gaps_s[-1] > (1 - _SLOW) * gaps_s[-1 - slow_rounds]:
-                break
-        self._is_first = False
-        return self._split(region, counts, max(least_s))
-
-    def _nearest(self, region: Region, counts: np.ndarray) -> np.ndarray:
-        """Return the best fractional cut so far, moved towards one of a region, with given numbers of units, as far as is needed to
-        get into the region."""
-        if self._best is None:
-            return counts
-        part = 0.0
-        for of_point, limits in (
-            (_sizes, region.limits_of_sizes),
-            (_boundaries, np.array(region.ranges).reshape(-1, 2).T),
-        ):
-            begin, way = of_point(self._best), of_point(counts) - of_point(self._best)
-            beyond = np.maximum(limits[0] - begin, begin - limits[1])
-            is_beyond = (beyond > 0) & (np.abs(way) > _WHOLE)
-            part = max(part, float((beyond[is_beyond] / np.abs(way[is_beyond])).max(initial=0.0)))
-        return np.asarray(self._best + min(part, 1.0) * (counts - self._best))
-
-    def _excludes(self, counts: np.ndarray, value_s: float) -> bool:
-        """Return whether the latest path, the longest path at a fractional cut, or the best mean of paths there excludes it.
-
-        Args:
-            counts: The fractional cut.
-            value_s: The largest of the bounds that were known before at the cut [s].
-        """
-
-        def is_excluded() -> bool:
-            return self.program.value_at(-1, counts) > value_s * (1 + 2 * TOLERANCE)
-
-        if is_excluded():
-            return True
-        self._step(counts)
-        if is_excluded():
-            return True
-        bound = self.bounds.at(_boundaries(counts).tolist())
-        if bound is not None:
-            self.program.add(bound)
-        return is_excluded()
+            program.narrow_totals(self.bounds.whole_region, threshold)
+        solved = program.relaxed(region, threshold)
+        if solved is None:
+            return Branched(math.inf)
+        if region.only_cut is not None:
+            value_s = program.largest_value(region.only_cut)
+            is_excluded = value_s >= threshold * (1 + TOLERANCE)
+            return Branched(math.inf) if is_excluded else Branched(value_s, cut=region.only_cut)
+        least_rate = _LEAST_RATE * max(method.rate for method in self._methods)
+        for method in self._methods:
+            if is_first or method.rate >= least_rate:
+                solved = method.raised(region, solved, _MAX_ROUNDS_OF_FIRST if is_first else _MAX_ROUNDS)
+                if solved is None:
+                    return Branched(math.inf)
+        if is_first:
+            self._is_first = False
+            program.narrow_totals(self.bounds.whole_region, threshold)  # better bounds leave fewer totals
+        least_s, counts = solved
+        return self._split(region, counts, least_s)
 
     def _split(self, region: Region, counts: np.ndarray, least_s: float) -> Branched:
-        """Split a region in two at the number of units of a stage of a fractional cut; parts without a cut are left out."""
+        """Split a region; parts that bounds exclude are left out.
+
+        Args:
+            region: The region.
+            counts: The best fractional cut for the known bounds: numbers of units, shape (stages, runs).
+            least_s: No cut of the region is below it [s].
+        """
         least, most = region.limits_of_sizes
-        sizes = _sizes(counts)
+        totals = self.program.limits_of_totals
+        stages = next(stages for stages in self._workers if (least[list(stages)] < most[list(stages)]).any())
+        shares = list[tuple[int, ...]]()
+        if stages in totals:
+            for share in shares_of_total(least[list(stages)].tolist(), most[list(stages)].tolist(), totals[stages]):
+                shares.append(share)
+                if len(shares) > _MAX_SHARES:
+                    break
+        if not 0 < len(shares) <= _MAX_SHARES:
+            return self._split_in_two(region, counts, least_s)
+        parts = list[tuple[float, Region]]()
+        for share in shares:
+            sizes = {**region.sizes, **{stage: (size, size) for stage, size in zip(stages, share)}}
+            self._add_if_left(parts, replace(region, sizes=sizes), least_s)
+        return Branched(least_s, parts=tuple(parts))
+
+    def _add_if_left(self, parts: list[tuple[float, Region]], part: Region, least_s: float) -> float:
+        """Add a part of a region with its bound, unless known bounds exclude it; return the bound, or the threshold."""
+        solved = self.program.relaxed(part, self.incumbent.threshold)
+        if solved is None:
+            return self.incumbent.threshold
+        bound_s = max(least_s, solved[0])
+        parts.append((bound_s, part))
+        return bound_s
+
+    def _split_in_two(self, region: Region, counts: np.ndarray, least_s: float) -> Branched:
+        """Split a region in two at the number of units of a stage of a fractional cut; arguments as :meth:`_split`."""
+        least, most = region.limits_of_sizes
+        sizes = counts.sum(axis=1)
         is_whole = np.abs(sizes - np.round(sizes)) <= _WHOLE
-        open_stages = [stage for stage in self._order if least[stage] < most[stage]]
-        candidates = [stage for stage in open_stages if not is_whole[stage]] or open_stages[:1]
-        best, best_score = tuple[Region, ...](), -math.inf
-        threshold = self.incumbent.threshold
-        tiny_s = _TINY * (threshold - least_s)
+        open_stages = [
+            stage for stages in self.program.stages_of_workers for stage in stages if least[stage] < most[stage]
+        ]
+        candidates = [stage for stage in dict.fromkeys(open_stages) if not is_whole[stage]] or open_stages[:1]
+        best, best_score = tuple[tuple[float, Region], ...](), -math.inf
+        tiny_s = _TINY * (self.incumbent.threshold - least_s)
         for stage in candidates[:_MAX_CANDIDATES]:
             size = int(np.clip(math.floor(sizes[stage] + _WHOLE), least[stage], most[stage] - 1))
-            parts, score = [], 1.0
+            parts, score = list[tuple[float, Region]](), 1.0
             for part in region.split(stage, size):
-                solved = self.program.relaxed(part, threshold)
-                score *= max(tiny_s, (threshold if solved is None else solved[0]) - least_s)
-                if solved is not None:
-                    parts.append(part)
+                score *= max(tiny_s, self._add_if_left(parts, part, least_s) - least_s)
             if len(parts) < 2:
                 return Branched(least_s, parts=tuple(parts))  # the region has become smaller at no cost
             if score > best_score:
@@ -199,11 +323,31 @@ class CutBranching:
         return Branched(least_s, parts=best)
 
 
-def _sizes(counts: np.ndarray) -> np.ndarray:
-    """The number of units of every stage, for those of each run, shape (stages, runs)."""
-    return np.asarray(counts.sum(axis=1))
+def _from_both_ends(workers: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The last worker, the first one, the last but one, ...
+
+    >>> _from_both_ends([(0, 4), (1, 5), (2, 6), (3, 7)])
+    [(3, 7), (0, 4), (2, 6), (1, 5)]
+    """
+    return [workers[-1 - k // 2] if k % 2 == 0 else workers[k // 2] for k in range(len(workers))]
 
 
-def _boundaries(counts: np.ndarray) -> np.ndarray:
-    """The number of units before every boundary; argument as :func:`_sizes`."""
-    return np.asarray(np.cumsum(counts.sum(axis=1))[:-1])
+def shares_of_total(least: Sequence[int], most: Sequence[int], total: tuple[int, int]) -> Iterator[tuple[int, ...]]:
+    """Iterate over the ways to share a number of units among stages.
+
+    Args:
+        least, most: Least and largest number of units of every stage.
+        total: Least and largest sum.
+
+    >>> list(shares_of_total([1, 1], [3, 2], (4, 5)))
+    [(2, 2), (3, 1), (3, 2)]
+    """
+    if not least:
+        if total[0] <= 0 <= total[1]:
+            yield ()
+        return
+    first = max(least[0], total[0] - sum(most[1:]))
+    last = min(most[0], total[1] - sum(least[1:]))
+    for size in range(first, last + 1):
+        for share in shares_of_total(least[1:], most[1:], (total[0] - size, total[1] - size)):
+            yield (size, *share)

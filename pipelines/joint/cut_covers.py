@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import process_time
 
@@ -75,13 +75,13 @@ class Cover:
         finally:
             self.seconds += process_time() - began
 
-    def replace_first(self, least_s: float, parts: list[Region]) -> None:
-        """Replace the first region by the parts that are left of it; no cut of them is below ``least_s``."""
-        least_s = max(self.least_s, least_s)
+    def replace_first(self, parts: Iterable[tuple[float, Region]]) -> None:
+        """Replace the first region by the parts that are left of it, each with a bound [s]; the bound of the region holds, too."""
+        least_s = self.least_s
         heapq.heappop(self._regions)
-        for part in parts:
+        for bound_s, part in parts:
             self._num_regions += 1
-            heapq.heappush(self._regions, (least_s, self._sign * self._num_regions, part))
+            heapq.heappush(self._regions, (max(least_s, bound_s), self._sign * self._num_regions, part))
 
 
 class CutCovers:
@@ -146,7 +146,7 @@ class CutCovers:
             turn_s = self._turn_s - self._covers[0].seconds
             cut = self.program.find(region, threshold, min(turn_s, self.bounds.deadline.left_s))
             return Branched(math.inf if cut is None else 0.0, cut)
-        return Branched(0.0, parts=(region,))
+        return Branched(0.0, parts=((0.0, region),))
 
 
 def _of_solved(solved: tuple[float, Cut] | None) -> Branched:

@@ -275,6 +275,14 @@ class CutGraph:
         unit_price = step_s / self.limit_bytes * busy / (busy.mean() or 1.0)
         return (0.0 * unit_price, *(part * unit_price for part in MEMORY_PRICES))
 
+    def _tight_units(self, stages: np.ndarray) -> bool | np.ndarray:
+        """Whether redistributions inside units count, for each unit of some stages, shape (stages, units).  They count for the
+        units that a stage may have; False if they do not count at all."""
+        if not self.is_tight:
+            return False
+        before, units = stages[:, None], np.arange(self.num_units)
+        return np.asarray((before <= units) & (units <= self.num_units - self.num_stages + before))
+
     def _least_of_units(
         self, recompute: str, vector_weights: np.ndarray, exchange: np.ndarray | None = None
     ) -> np.ndarray | None:
@@ -296,7 +304,8 @@ class CutGraph:
             of_exchange = None if exchange is None else np.broadcast_to(exchange[stages], own.shape[:-1]).ravel()
             size = passes.replicas, passes.micro_batch, passes.smallest_pass
             ways = ("none", "blocks") if recompute == SOME_BLOCKS else (recomputed_inside(recompute),)
-            by_way = [units.least(way, *size, rows, self.is_tight, of_exchange) for way in ways]
+            is_tight = self._tight_units(np.broadcast_to(np.array(stages), own.shape[:-1]).ravel())
+            by_way = [units.least(way, *size, rows, is_tight, of_exchange) for way in ways]
             values = [value for value in by_way if value is not None]
             if not values:
                 return None
@@ -461,7 +470,11 @@ class CutGraph:
             }
             size = passes.replicas, passes.micro_batch, passes.smallest_pass
             found = self.stage_searches[number].unit_bounds.cheapest_ways(
-                *size, rows, factors, self.is_tight, None if of_exchange is None else of_exchange[of_stage]
+                *size,
+                rows,
+                factors,
+                self._tight_units(of_stage),
+                None if of_exchange is None else of_exchange[of_stage],
             )
             if found is None:
                 return None

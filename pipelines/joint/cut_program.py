@@ -115,11 +115,17 @@ class CutProgram:
         """Return whether a path, without prices of memory, is one of the bounds."""
         return any(bound.is_path(path) for bound in self.bounds)
 
-    def add(self, bound: Bound) -> None:
-        """Add a bound, which has one vector of prices at most."""
-        price = bound.prices[0] if bound.prices else np.zeros(self.stages)
-        of_units = self.cut_graph.least_of_units(bound.weights, price, bound.exchange)
-        assert of_units is not None
+    def add(self, bound: Bound, of_units: np.ndarray | None = None) -> None:
+        """Add a bound, which has one vector of prices at most.
+
+        Args:
+            bound: The bound.
+            of_units: What every unit costs in it at least at every stage, shape (stages, units), if that is known.
+        """
+        if of_units is None:
+            price = bound.prices[0] if bound.prices else np.zeros(self.stages)
+            of_units = self.cut_graph.least_of_units(bound.weights, price, bound.exchange)
+            assert of_units is not None
         row, constant = self.cut_graph.row_of(bound, of_units)
         self.bounds.append(bound)
         self._rows.append(row.ravel())
@@ -243,6 +249,16 @@ class CutProgram:
             known = getattr(self, name)
             setattr(self, name, [known[number] for number in sorted(latest.tolist())])
 
+    @property
+    def limits_of_totals(self) -> dict[tuple[int, ...], tuple[int, int]]:
+        """The least and the largest total of every worker with several stages, by its stages."""
+        most = self._most_totals.astype(int).tolist()
+        least = [len(stages) for stages in self._shared]
+        if len(self._shared) == len(self.stages_of_workers):
+            # All units of other stages are in the totals of other workers.
+            least = [max(few, self.num_units - sum(most) + many) for few, many in zip(least, most)]
+        return dict(zip(self._shared, zip(least, most)))
+
     def narrow_totals(self, region: Region, threshold: float) -> None:
         """Lower the largest totals to those that a cut below a finite threshold may have; they hold from now on.
 
@@ -274,11 +290,27 @@ class CutProgram:
         self, variable: int, sign: float, constraints: list[LinearConstraint], ranges: tuple[np.ndarray, np.ndarray]
     ) -> OptimizeResult:
         """Minimise a variable times ``sign`` without integrality."""
-        from scipy.optimize import Bounds, milp
+        from scipy.optimize import linprog
+        from scipy.sparse import vstack
 
         objective = np.zeros(self._num_variables)
         objective[variable] = sign
-        return milp(objective, constraints=constraints, bounds=Bounds(*ranges))
+        matrix = vstack([one.A for one in constraints], format="csr")
+        low, high = (
+            np.concatenate([np.broadcast_to(getattr(one, end), one.A.shape[0]) for one in constraints])
+            for end in ("lb", "ub")
+        )
+        is_equal = low == high
+        has_high, has_low = np.isfinite(high) & ~is_equal, np.isfinite(low) & ~is_equal
+        return linprog(
+            objective,
+            A_ub=vstack([matrix[has_high], -matrix[has_low]], format="csr"),
+            b_ub=np.concatenate([high[has_high], -low[has_low]]),
+            A_eq=matrix[is_equal],
+            b_eq=high[is_equal],
+            bounds=np.column_stack(ranges),
+            method="highs-ds",
+        )
 
     def _solution(self, region: Region, scale: float, most: float, minimises: bool, seconds: float) -> OptimizeResult:
         """Solve the program; its variables are n(s, r), z(b, r), t(w) and theta.

@@ -10,8 +10,9 @@ often as both stages' all-reduces.  With the step theta and the seconds g of the
         sum over c, k of n(P, s(c), k) t(c, k) x(c)  +  n(P) g  +  transfers  <=  theta for every path P             share of P
         sum over the columns of stage s of e(c) x(c)  <=  g                             for the first and last s     its weight
         sum over the columns of run r of x(c)  =  units of r                            for every run r
-        sum over the columns of stage s of x(c)  >=  1                                  for every stage s
+        sum over the columns of stage s of x(c)  >=  1, or within its range             for every stage s
         sum over the columns of stages 0 to b of x(c)  within its range                 for every boundary b
+        sum over the columns of w's stages of x(c)  within its range                    for every worker w
         sum over the columns of w's stages of m(c) x(c)  <=  limit                      for every worker w           price on w
 
 The transfers over a boundary are the linear lower bounds of :class:`.unit_runs.UnitRuns`.  A path also takes fixed seconds of terms
@@ -26,13 +27,16 @@ at their prices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..stepgraph import Terms
+from .cut_regions import Region
 from .unit_runs import UnitRuns
 
 if TYPE_CHECKING:
@@ -40,8 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
 
-#: Mean number of columns per run and stage that are kept.  Columns are dropped when there are twice as many.
+#: Mean number of columns per stage and run that it may have that are kept.  Columns are dropped when there are twice as many.
 _MAX_COLUMNS = 6
+#: No limits of numbers of units, but that each stage has one.
+NO_LIMITS: Mapping[Any, tuple[int, int]] = MappingProxyType({})
 #: Status of SciPy's `linprog` for an infeasible program.
 _INFEASIBLE = 2
 
@@ -94,6 +100,8 @@ class Relaxation:
     ):
         self.num_stages, self.num_units = len(runs.base) + 1, int(runs.sizes.sum())
         self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
+        #: Whether a stage may have units of a run, shape (stages, runs): there are columns for these only.
+        self._is_possible = runs.possible_in(Region.whole(self.num_stages, self.num_units).ranges)
         self.terms = Terms(self.num_stages)
         self.limit_bytes, self.fixed_times, self.byte_s = limit_bytes, fixed_times, byte_s
         stage_sets = sorted({tuple(sorted(stages)) for stages in homes})
@@ -135,19 +143,22 @@ class Relaxation:
         """Drop all columns."""
         self._stage = self._run = self._column_last_used = np.zeros(0, dtype=np.intp)
         self._vectors = np.zeros((0, 6))
+        #: Whether each column is never dropped.
+        self._stays = np.zeros(0, dtype=bool)
 
-    def add_columns(self, vectors: np.ndarray, reduced_costs: np.ndarray | None = None) -> bool:
+    def add_columns(self, vectors: np.ndarray, reduced_costs: np.ndarray | None = None, stay: bool = False) -> bool:
         """Add a way to run a unit of every run at every stage.
 
         Args:
             vectors: Seconds forward, backward, of recomputation and of all-reduce, bytes, and exchanged bytes; shape (stages, runs,
                 6).
-            reduced_costs: Shape (stages, runs); columns are added only where it is negative.  By default all are added.
+            reduced_costs: Shape (stages, runs); columns are added only where it is negative.  By default all possible ones are.
+            stay: Whether the columns are never dropped: without those of the least bytes a program might seem to have no solution.
 
         Returns:
             Whether a column is new.
         """
-        wanted = np.ones(vectors.shape[:2], dtype=bool) if reduced_costs is None else reduced_costs < 0
+        wanted = self._is_possible if reduced_costs is None else self._is_possible & (reduced_costs < 0)
         stage, run = np.nonzero(wanted)
         candidates = vectors[stage, run]
         if not len(candidates):
@@ -160,23 +171,32 @@ class Relaxation:
         self._stage, self._run = np.append(self._stage, stage[new]), np.append(self._run, run[new])
         self._vectors = np.vstack([self._vectors, candidates[new]])
         self._column_last_used = np.append(self._column_last_used, np.full(int(new.sum()), self._num_solved))
+        self._stays = np.append(self._stays, np.full(int(new.sum()), stay))
         # Drop the columns that have not been used for the most solutions.
-        most = _MAX_COLUMNS * vectors.shape[0] * vectors.shape[1]
+        most = _MAX_COLUMNS * int(self._is_possible.sum())
         if len(self._stage) > 2 * most:
-            remaining = np.sort(np.argsort(-self._column_last_used, kind="stable")[:most])
+            remaining = np.sort(np.lexsort((-self._column_last_used, ~self._stays))[:most])
             self._stage, self._run = self._stage[remaining], self._run[remaining]
             self._vectors, self._column_last_used = self._vectors[remaining], self._column_last_used[remaining]
+            self._stays = self._stays[remaining]
         return bool(new.any())
 
     # --------------------------------------------------------------------------------------------------------- solutions
 
-    def solve(self, ranges: Sequence[tuple[float, float]]) -> Relaxed | None:
+    def solve(
+        self,
+        ranges: Sequence[tuple[float, float]],
+        sizes: Mapping[int, tuple[int, int]] = NO_LIMITS,
+        totals: Mapping[tuple[int, ...], tuple[int, int]] = NO_LIMITS,
+    ) -> Relaxed | None:
         """Find the best fractional cut for the known paths and columns.
 
         Afterwards :meth:`reduced_costs` refers to this solution.
 
         Args:
             ranges: Least and largest number of units before each boundary.
+            sizes: Least and largest number of units of some stages.
+            totals: Least and largest number of units of some sets of stages.
 
         Returns:
             The solution; None if no fractional cut of the known columns is within the ranges and the memory limit.
@@ -188,16 +208,13 @@ class Relaxation:
         of_paths, crossing, constants = self._path_rows()
         scale = max(float(of_paths.max(initial=0.0)), 1e-30)
         of_stages = self._stage[None] == np.arange(stages)[:, None]
-        restricted = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
-        before = np.cumsum(of_stages, axis=0)[restricted].astype(float)
+        of_units, most_units = self._unit_rows(ranges, sizes, totals)
         ends = [0, stages - 1] if self.byte_s else []
         counts = self._paths[:, self.terms.all_reduce][:, ends].sum(axis=1)
         # The inequalities: coefficients of the columns, of the exchange and of theta, and the largest values.
         rows = [
             (of_paths / scale, counts, -1.0, -constants / scale),
-            (-1.0 * of_stages, 0.0, 0.0, np.full(stages, -1.0)),
-            (before, 0.0, 0.0, np.array([ranges[b][1] for b in restricted])),
-            (-before, 0.0, 0.0, np.array([-ranges[b][0] for b in restricted])),
+            (of_units @ of_stages, 0.0, 0.0, most_units),
             (self._holds[:, self._stage] * self._vectors[:, 4] / self.limit_bytes, 0.0, 0.0, np.ones(len(self._holds))),
             (of_stages[ends] * self._exchange_seconds / scale, -1.0, 0.0, np.zeros(len(ends))),
         ]
@@ -206,19 +223,16 @@ class Relaxation:
             return None
         self._num_solved += 1
         # The shares of paths and the prices of bytes, normalised so that the shares sum to 1.
-        sizes = [len(coefficients) for coefficients, *_ in rows]
-        duals = np.split(-solution.ineqlin.marginals, np.cumsum(sizes)[:-1])
-        shares, at_stages, at_high, at_low, of_memory, of_exchanges = duals
+        ends_of_groups = np.cumsum([len(coefficients) for coefficients, *_ in rows])
+        shares, at_units, of_memory, of_exchanges = np.split(-solution.ineqlin.marginals, ends_of_groups[:-1])
         shares = np.maximum(shares, 0.0)
         total = float(shares.sum()) or 1.0
         self._path_last_used[shares > 0] = self._num_solved
         amounts = solution.x[:count]
         self._column_last_used[amounts > 0] = self._num_solved
         prices = np.maximum(of_memory, 0.0) * scale / self.limit_bytes / total
-        # The dual value of a unit at a stage: of its run, of its stage, and of the restricted boundaries behind the stage.
-        values = np.zeros((stages, len(self.sizes))) + solution.eqlin.marginals[None] + at_stages[:, None]
-        for b, value in zip(restricted, (at_low - at_high).tolist()):
-            values[: b + 1] += value
+        # The dual value of a unit at a stage: of its run, and of the limits of numbers of units.
+        values = solution.eqlin.marginals[None] - (of_units.T @ at_units)[:, None]
         self._unit_values = values * scale / total - np.einsum("p,psr->sr", shares / total, crossing)
         return Relaxed(
             step_s=float(solution.x[-1]) * scale,
@@ -228,6 +242,29 @@ class Relaxation:
             times=self._times(amounts),
             boundaries=np.cumsum(of_stages @ amounts)[:-1],
         )
+
+    def _unit_rows(
+        self,
+        ranges: Sequence[tuple[float, float]],
+        sizes: Mapping[int, tuple[int, int]],
+        totals: Mapping[tuple[int, ...], tuple[int, int]],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inequalities of the numbers of units of stages: coefficients, shape (rows, stages), and the largest values;
+        arguments as of :meth:`solve`."""
+        stages = self.num_stages
+        # Sets of stages with the least and the largest number of units of the whole set.
+        limited: list[tuple[tuple[int, ...], tuple[float, float]]] = [
+            ((stage,), sizes.get(stage, (1, math.inf))) for stage in range(stages)
+        ]
+        whole = [(b + 1, self.num_units - stages + b + 1) for b in range(stages - 1)]
+        limited += [(tuple(range(b + 1)), ends) for b, ends in enumerate(ranges) if ends != whole[b]]
+        limited += totals.items()
+        rows = np.zeros((len(limited), stages))
+        for row, (members, _) in zip(rows, limited):
+            row[list(members)] = 1.0
+        least, most = np.array([limits for _, limits in limited], dtype=float).T
+        has_most = np.isfinite(most)
+        return np.concatenate([-rows, rows[has_most]]), np.concatenate([-least, most[has_most]])
 
     def _solved(
         self, rows: Sequence[tuple[np.ndarray, Any, float, Any]], has_exchange: bool, is_possible: np.ndarray

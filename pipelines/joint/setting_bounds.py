@@ -26,7 +26,7 @@ It is bounded by the loads of the workers only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,9 +41,9 @@ from .cut_regions import Cut, Region, cheapest_cut
 from .cut_times import times_of_even_cut
 from .explorer import Explorer, Setting
 from .incumbent import Incumbent
-from .relaxation import Relaxation, UnsolvedError
+from .relaxation import NO_LIMITS, Relaxation, Relaxed, UnsolvedError
 
-__all__ = ["MAX_CUT_ROUNDS", "MAX_ROUNDS", "RegionBound", "SettingBounds", "UnsettledError"]
+__all__ = ["MAX_CUT_ROUNDS", "MAX_ROUNDS", "FractionalCut", "RegionBound", "SettingBounds", "UnsettledError"]
 
 #: Largest number of linear programs that are solved for the bound of all cuts, and of one cut.
 MAX_ROUNDS, MAX_CUT_ROUNDS = 40, 8
@@ -52,7 +52,7 @@ MAX_ROUNDS, MAX_CUT_ROUNDS = 40, 8
 _CLOSE = 0.1
 #: The same part in a quick search, which leaves the rest to a later one.
 _CLOSE_IF_QUICK = 0.4
-#: Largest number of paths in the linear program.
+#: Largest number of paths in the linear program over all cuts.
 _MAX_PATHS = 80
 
 
@@ -82,6 +82,36 @@ class RegionBound:
     is_cut_short: bool = False
 
 
+@dataclass
+class FractionalCut:
+    """The best fractional cut that was met.
+
+    Attributes:
+        step_s: Its step; infinite if it is not known.
+        times: Seconds of each term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`; None if no cut was met.
+    """
+
+    step_s: float = math.inf
+    times: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Mean:
+    """A mean of paths with prices of memory: the dual values of a solution of the linear program.
+
+    Attributes:
+        bound: The mean.
+        relaxed: The solution.
+        costs, vectors: What each unit costs in the mean at each stage, and how it is run then
+            (:meth:`.cut_graph.CutGraph.cheapest_units`).
+    """
+
+    bound: Bound
+    relaxed: Relaxed
+    costs: np.ndarray
+    vectors: np.ndarray
+
+
 class SettingBounds:
     """Linear lower bounds of one setting.
 
@@ -97,6 +127,7 @@ class SettingBounds:
         even_times: Times of the even fractional cut with its units run so that they fit; None if it does not fit.
         deadline: When the search is given up.
         is_quick: Whether bounds that are nearly as good as they get are not raised further.
+        max_paths: Largest number of paths in the linear program.
     """
 
     def __init__(self, explorer: Explorer, setting: Setting, incumbent: Incumbent):
@@ -116,7 +147,7 @@ class SettingBounds:
             self.cut_graph.exchange[1],
         )
         self.even_times: np.ndarray | None = None
-        self.deadline, self.is_quick = Deadline(), False
+        self.deadline, self.is_quick, self.max_paths = Deadline(), False, _MAX_PATHS
 
     @property
     def graph(self) -> StepGraph | PumpedGraph:
@@ -166,8 +197,10 @@ class SettingBounds:
             return False
         self.relaxation.drop_columns()
         self.even_times = None
+        first = self.relaxation.first
+        self.relaxation.add_columns(cheapest[1][-1][:, first], stay=True)
         for vectors in cheapest[1]:
-            self.relaxation.add_columns(vectors[:, self.relaxation.first])
+            self.relaxation.add_columns(vectors[:, first])
             times, fits = times_of_even_cut(self.cut_graph, vectors)
             if self.even_times is None and fits:
                 self.even_times = times + self.cut_graph.fixed_times
@@ -192,8 +225,8 @@ class SettingBounds:
         self.relaxation.add_path(path)
         if not is_from_schedule:
             self.schedule_graph.remember(path)
-        if len(self.relaxation.paths) > _MAX_PATHS:
-            self.relaxation.drop_paths(_MAX_PATHS // 2)
+        if len(self.relaxation.paths) > self.max_paths:
+            self.relaxation.drop_paths(self.max_paths // 2)
         return True
 
     def add_known_paths(self) -> None:
@@ -274,53 +307,102 @@ class SettingBounds:
             max_rounds: Largest number of programs.
             least_of: The least value of a bound within the ranges, from the bound and from what units cost in it at least.
         """
-        cut_graph, relaxation, incumbent = self.cut_graph, self.relaxation, self.incumbent
-        infeasible = RegionBound(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
+        incumbent = self.incumbent
+        infeasible = RegionBound(math.inf, Bound(self.relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
         best: RegionBound | None = None
-        # The best fractional cut so far: its step, and its times.
-        center_s, center = math.inf, self.even_times
+        center = FractionalCut(times=self.even_times)
         is_cut_short = False
         for _ in range(max_rounds):
             if best is not None and self.deadline.is_over:
                 is_cut_short = True
                 break  # the bound so far holds
-            self.explorer.stop.check()
-            # Solve the linear program.  Its dual values give a bound over the cuts of the region.
-            try:
-                relaxed = relaxation.solve(ranges)
-            except UnsolvedError as error:
-                raise UnsettledError from error
-            if relaxed is None:
+            mean = self._mean(ranges)
+            if mean is None:
                 return infeasible
-            bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,), relaxed.exchange)
-            cheapest = cut_graph.cheapest_units(bound.weights, relaxed.price, bound.exchange)
-            assert cheapest is not None
-            costs, vectors = cheapest
-            least_s = least_of(bound, costs)
+            least_s = least_of(mean.bound, mean.costs)
             if best is None or least_s > best.least_s:
-                best = RegionBound(least_s, bound, relaxed.boundaries, vectors, center_s)
+                best = RegionBound(least_s, mean.bound, mean.relaxed.boundaries, mean.vectors, center.step_s)
             if incumbent.is_reached_by(least_s):
                 return best
-            # Add columns of negative reduced cost.
-            reduced_costs = relaxation.reduced_costs(costs[:, relaxation.first]) + 1e-9 * relaxed.step_s
-            is_new = relaxation.add_columns(vectors[:, relaxation.first], reduced_costs)
-            if not self.setting.schedule.synchronous:
-                if not is_new:
-                    break
-                continue
-            # Add the longest path at the program's solution, and at the point halfway to the best fractional cut so far: the
-            # solutions alone swing from one extreme to another.
-            center = relaxed.times if center is None else center
-            for times in ((relaxed.times + center) / 2, relaxed.times):
-                step, path = self.graph.step(times)
-                is_new |= self.add_path(path)
-                if step < center_s:
-                    center_s, center = step, times
+            is_new = self._extend(mean, center)
             close = _CLOSE_IF_QUICK if self.is_quick else _CLOSE
-            if not is_new or center_s - best.least_s < close * (incumbent.threshold - center_s):
+            is_close = center.step_s - best.least_s < close * (incumbent.threshold - center.step_s)
+            if not is_new or (self.setting.schedule.synchronous and is_close):
                 break
         assert best is not None
-        return replace(best, fractional_s=center_s, is_cut_short=is_cut_short)
+        return replace(best, fractional_s=center.step_s, is_cut_short=is_cut_short)
+
+    def mean_over(
+        self, region: Region, totals: Mapping[tuple[int, ...], tuple[int, int]], center: FractionalCut
+    ) -> tuple[Bound, np.ndarray] | None:
+        """Return the best mean of the known paths for a region of cuts, and add paths and columns for a better one.
+
+        Args:
+            region: The region.
+            totals: Least and largest number of units of some sets of stages.
+            center: The best fractional cut of the region so far; it is replaced by a better one.
+
+        Returns:
+            The mean, which holds for all cuts, and what units cost in it, shape (stages, units); None if no fractional cut of the
+            region fits the memory limit.
+
+        Raises:
+            UnsettledError: A linear program was not solved.
+        """
+        mean = self._mean(region.ranges, region.sizes, totals)
+        if mean is None:
+            return None
+        self._extend(mean, center)
+        return mean.bound, mean.costs
+
+    def _mean(
+        self,
+        ranges: Sequence[tuple[float, float]],
+        sizes: Mapping[int, tuple[int, int]] = NO_LIMITS,
+        totals: Mapping[tuple[int, ...], tuple[int, int]] = NO_LIMITS,
+    ) -> _Mean | None:
+        """Solve the linear program; its dual values are the best mean of the known paths.  None if the program has no solution;
+        arguments as those of :meth:`.relaxation.Relaxation.solve`.
+
+        Raises:
+            UnsettledError: The program was not solved.
+        """
+        self.explorer.stop.check()
+        try:
+            relaxed = self.relaxation.solve(ranges, sizes, totals)
+        except UnsolvedError as error:
+            raise UnsettledError from error
+        if relaxed is None:
+            return None
+        bound = Bound(relaxed.shares @ self.relaxation.paths, (relaxed.price,), relaxed.exchange)
+        cheapest = self.cut_graph.cheapest_units(bound.weights, relaxed.price, bound.exchange)
+        assert cheapest is not None
+        return _Mean(bound, relaxed, *cheapest)
+
+    def _extend(self, mean: _Mean, center: FractionalCut) -> bool:
+        """Add what the latest solution of the linear program lacks: columns of negative reduced cost, and longest paths.
+
+        Args:
+            mean: The solution.
+            center: The best fractional cut so far; it is replaced by a better one.
+
+        Returns:
+            Whether a column or a path is new.
+        """
+        relaxation, relaxed = self.relaxation, mean.relaxed
+        reduced_costs = relaxation.reduced_costs(mean.costs[:, relaxation.first]) + 1e-9 * relaxed.step_s
+        is_new = relaxation.add_columns(mean.vectors[:, relaxation.first], reduced_costs)
+        if not self.setting.schedule.synchronous:
+            return is_new
+        # The longest path at the program's solution, and at the point halfway to the best fractional cut so far: the solutions
+        # alone swing from one extreme to another.
+        begin = relaxed.times if center.times is None else center.times
+        for times in ((relaxed.times + begin) / 2, relaxed.times):
+            step, path = self.graph.step(times)
+            is_new |= self.add_path(path)
+            if step < center.step_s:
+                center.step_s, center.times = step, times
+        return is_new
 
     def sharpened(self, region: Region, region_bound: RegionBound) -> RegionBound:
         """Raise the bound of a region by the costs of arcs, if each worker has one stage.

@@ -322,10 +322,10 @@ class SettingSearch:
         """
         cover = covers.next_cover()
         region, found = cover.first, cover.explore_first()
-        left = list(found.parts)
+        left = found.parts
         if found.cut is not None:
-            left = self._explore_cut(covers, region, found.cut)
-        cover.replace_first(found.least_s, left)
+            left = tuple((found.least_s, part) for part in self._explore_cut(covers, region, found.cut))
+        cover.replace_first(left)
 
     def _branching(self) -> CutBranching:
         """Branch and cut with the graph of the schedule itself."""

@@ -231,7 +231,7 @@ class UnitBounds:
         micro_batch: int,
         part: int,
         weights: np.ndarray,
-        is_tight: bool = False,
+        is_tight: bool | np.ndarray = False,
         exchange: np.ndarray | None = None,
     ) -> np.ndarray | None:
         """Return the least weighted sum of each unit's vector, for each weight.
@@ -242,7 +242,7 @@ class UnitBounds:
             micro_batch: Samples of a micro-batch.
             part: Samples of the smallest pass, which strategies must divide.
             weights: Shape (weights, components).
-            is_tight: Whether redistributions inside the units count.
+            is_tight: Whether redistributions inside the units count: for all, or for each weight and unit, shape (weights, units).
             exchange: For each weight that of a byte of the gradients that a device exchanges with another stage, which holds the
                 same weight of the model; shape (weights,).  None: they have no weight.
 
@@ -254,9 +254,10 @@ class UnitBounds:
             return None
         of_layers = np.minimum.reduceat(options.values(weights, exchange), options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
-        for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
-            tight = _least(table, _with_exchange(weights, exchange))
-            of_kinds[:, kind] = np.where(np.isfinite(tight), np.maximum(tight, of_kinds[:, kind]), of_kinds[:, kind])
+        whole = _with_exchange(weights, exchange)
+        for kind, table, rows in self._tight_tables(recompute, replicas, micro_batch, part, is_tight, len(weights)):
+            tight, rough = _least(table, whole[rows]), of_kinds[rows, kind]
+            of_kinds[rows, kind] = np.where(np.isfinite(tight), np.maximum(tight, rough), rough)
         return np.asarray(of_kinds[:, self._kinds])
 
     def least_vectors(
@@ -266,7 +267,7 @@ class UnitBounds:
         micro_batch: int,
         part: int,
         weights: np.ndarray,
-        is_tight: bool = False,
+        is_tight: bool | np.ndarray = False,
         exchange: np.ndarray | None = None,
     ) -> np.ndarray | None:
         """Return a vector of each unit that has the least weighted sum, for each weight; arguments as :meth:`least`.
@@ -284,10 +285,11 @@ class UnitBounds:
         indices = np.where(values <= lowest, np.arange(values.shape[1]), values.shape[1])
         chosen = np.minimum.reduceat(indices, options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(options.vectors[:, chosen], options.first_of_kind, axis=2)
-        for kind, table in self._tables_at(recompute, replicas, micro_batch, part) if is_tight else ():
-            choices = least_choices(table, _with_exchange(weights, exchange))
+        whole = _with_exchange(weights, exchange)
+        for kind, table, rows in self._tight_tables(recompute, replicas, micro_batch, part, is_tight, len(weights)):
+            choices = least_choices(table, whole[rows])
             if len(choices):
-                of_kinds[:, :, kind] = table.evaluate(choices)[0].T
+                of_kinds[:, rows, kind] = table.evaluate(choices)[0].T
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
 
     def cheapest_ways(
@@ -297,7 +299,7 @@ class UnitBounds:
         part: int,
         weights: dict[str, np.ndarray],
         factors: dict[str, np.ndarray],
-        is_tight: bool,
+        is_tight: bool | np.ndarray,
         exchange: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what each unit costs at least with any way of recomputation, and how it is run then.
@@ -326,7 +328,8 @@ class UnitBounds:
             if not len(wanted):
                 continue
             of_exchange = None if exchange is None else exchange[wanted]
-            each = self.least_vectors(recomputed_inside(way), *size, weights[way][wanted], is_tight, of_exchange)
+            is_tight_there = is_tight if isinstance(is_tight, bool) else is_tight[wanted]
+            each = self.least_vectors(recomputed_inside(way), *size, weights[way][wanted], is_tight_there, of_exchange)
             assert each is not None
             value = np.einsum("ruc,rc->ru", each, _with_exchange(weights[way][wanted], of_exchange))
             recompute_s = each[..., 0] if way == "stage" else np.zeros_like(value)
@@ -336,6 +339,26 @@ class UnitBounds:
             costs[wanted] = np.where(is_less, value, costs[wanted])
             ways[wanted] = np.where(is_less[..., None], found, ways[wanted])
         return costs, ways
+
+    def _tight_tables(
+        self,
+        recompute: str,
+        replicas: Replicas,
+        micro_batch: int,
+        part: int,
+        is_tight: bool | np.ndarray,
+        num_weights: int,
+    ) -> Iterator[tuple[int, VectorTable, np.ndarray]]:
+        """Iterate over the kinds of units whose redistributions count, each with the table of its vectors and the numbers of the
+        weights for which they count; arguments as :meth:`least`."""
+        if is_tight is False:
+            return
+        for kind, table in self._tables_at(recompute, replicas, micro_batch, part):
+            rows = np.arange(num_weights)
+            if not isinstance(is_tight, bool):
+                rows = np.flatnonzero(is_tight[:, self._kinds == kind].any(axis=1))
+            if len(rows):
+                yield kind, table, rows
 
     def _tables_at(
         self, recompute: str, replicas: Replicas, micro_batch: int, part: int

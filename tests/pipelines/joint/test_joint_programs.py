@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import combinations, product
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.bounds import Bound
+from autoddl.pipelines.joint.cut_branching import shares_of_total
 from autoddl.pipelines.joint.cut_graph import CutGraph, UnitRuns
 from autoddl.pipelines.joint.cut_plans import CutPlans
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
@@ -82,6 +84,20 @@ def sized_region_of(data: st.DataObject, num_stages: int, num_units: int) -> Reg
     return region
 
 
+def totals_of(
+    data: st.DataObject, workers: list[tuple[int, ...]], num_units: int
+) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Draw the least and the largest number of units of some workers, by their stages."""
+    limits = st.lists(st.integers(1, num_units), min_size=2, max_size=2).map(sorted)
+    return {stages: tuple(data.draw(limits)) for stages in workers if data.draw(st.booleans())}
+
+
+def has_totals(cut: Cut, totals: Mapping[tuple[int, ...], tuple[int, int]]) -> bool:
+    """Return whether all totals of a cut are within their limits."""
+    sizes = [stop - first for first, stop in cut]
+    return all(low <= sum(sizes[stage] for stage in stages) <= high for stages, (low, high) in totals.items())
+
+
 def _price_of_limits(price: np.ndarray, homes: list[list[int]], limit: float) -> float:
     """What the limits of all workers cost, at the price of a byte at each stage."""
     return sum(price[held[0]] * limit for held in homes if held)
@@ -110,11 +126,14 @@ def test_a_divided_cut_takes_no_longer_than_any_other(
         relaxation.add_path(path)
     for way in ways:
         relaxation.add_columns(way[:, runs.first])
-    region = region_of(data, stages, units)
-    solved = relaxation.solve(region.ranges)
+    region = sized_region_of(data, stages, units)
+    totals = totals_of(data, [tuple(held) for held in homes if len(held) > 1], units)
+    solved = relaxation.solve(region.ranges, region.sizes, totals)
     parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
     found = 0
     for cut in all_cuts(stages, region):
+        if not has_totals(cut, totals):
+            continue
         stage_of = [stage for stage, (first, stop) in enumerate(cut) for _ in range(first, stop)]
         across = np.array([crossing[b, stop - 1] for b, (_, stop) in enumerate(cut[:-1])])
         for chosen in product(range(2), repeat=units):
@@ -221,9 +240,29 @@ def test_the_best_cut_by_all_bounds(
         assert found is not None and (crosses or costs[tuple(found)] <= above * (1 + 4 * TOLERANCE))
         cuts.narrow_totals(region, above)
         assert cuts.find(region, above, 60.0) is not None and cuts.relaxed(region, above) is not None
+        assert all(has_totals(list(one), cuts.limits_of_totals) for one, costs_s in costs.items() if costs_s <= least)
         below = least * (1 - 4 * TOLERANCE) - 1e-5
         assert cuts.solve(region, below, 60.0) is None or crosses
         assert cuts.find(region, below, 60.0) is None or crosses
+
+
+def test_columns_of_the_least_bytes_stay() -> None:
+    """Many faster ways to run units are found; that of the least bytes is still known when it is the only one that fits."""
+    runs, terms = runs_of([0, 0], np.zeros((1, 2))), Terms(2)
+    relaxation = Relaxation(runs, [[0], [1]], limit_bytes=1.0)
+    relaxation.add_path(np.ones(terms.count))
+    region = Region.whole(2, 2)
+    relaxation.add_columns(np.full((2, 1, 6), 1.0), stay=True)
+    for number in range(100):
+        relaxation.add_columns(np.array([[[0.9 - number / 1000, 0, 0, 0, 1.5, 0]]] * 2))
+        assert relaxation.solve(region.ranges) is not None
+
+
+def test_shares_of_a_total_are_all_there_are() -> None:
+    least, most = [1, 2, 1], [3, 4, 2]
+    every = product(*(range(low, high + 1) for low, high in zip(least, most)))
+    assert list(shares_of_total(least, most, (5, 7))) == [share for share in every if 5 <= sum(share) <= 7]
+    assert list(shares_of_total(least, most, (10, 12))) == []
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 4))
