@@ -249,13 +249,16 @@ def test_the_best_cut_by_all_bounds(
 def test_columns_of_the_least_bytes_stay() -> None:
     """Many faster ways to run units are found; that of the least bytes is still known when it is the only one that fits."""
     runs, terms = runs_of([0, 0], np.zeros((1, 2))), Terms(2)
-    relaxation = Relaxation(runs, [[0], [1]], limit_bytes=1.0)
+    relaxation = Relaxation(runs, [[0], [1]], limit_bytes=2.0)
     relaxation.add_path(np.ones(terms.count))
-    region = Region.whole(2, 2)
+    ranges = Region.whole(2, 2).ranges
     relaxation.add_columns(np.full((2, 1, 6), 1.0), stay=True)
     for number in range(100):
         relaxation.add_columns(np.array([[[0.9 - number / 1000, 0, 0, 0, 1.5, 0]]] * 2))
-        assert relaxation.solve(region.ranges) is not None
+        assert relaxation.solve(ranges) is not None
+    relaxation.limit_bytes = 1.0
+    solved = relaxation.solve(ranges)
+    assert solved is not None and solved.step_s == pytest.approx(2 * 4.0)  # four terms of 1 s at each of two stages
 
 
 def test_shares_of_a_total_are_all_there_are() -> None:

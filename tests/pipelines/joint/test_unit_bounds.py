@@ -101,3 +101,23 @@ def test_the_cheapest_way_is_the_least_of_all_ways(search: StageSearch, is_tight
     each = [search.unit_bounds.least(way, *size, rows, is_tight) for way, rows in weights.items()]
     assert found is not None
     assert found[0] == pytest.approx(np.minimum.reduce([one for one in each if one is not None]), rel=1e-9)
+
+
+def test_redistributions_count_for_the_units_that_are_asked_for(search: StageSearch) -> None:
+    """Each weight asks for units; units of one kind count alike."""
+    dice = np.random.default_rng(2)
+    size, kinds = (PASSES.replicas, PASSES.micro_batch, PASSES.smallest_pass), np.array(search.chain.kinds)
+    weights = {way: dice.exponential(1.0, (40, len(COMPONENTS))) * (1, 1, 1, 1e-9, 1e-7, 1e-9) for way in WAYS}
+    factors = {way: np.ones((40, 3)) for way in WAYS}
+    asked = dice.random((40, search.chain.num_units)) < 0.3
+    counts = np.stack([asked[:, kinds == kind].any(axis=1) for kind in kinds], axis=1)
+    assert counts.any() and not counts.all()
+    some, all_, none = (
+        search.unit_bounds.cheapest_ways(*size, weights, factors, is_tight) for is_tight in (asked, True, False)
+    )
+    assert some is not None and all_ is not None and none is not None
+    assert some[0][counts] == pytest.approx(all_[0][counts], rel=1e-9)
+    assert some[0][~counts] == pytest.approx(none[0][~counts], rel=1e-9)
+    for way, rows in weights.items():
+        least = [search.unit_bounds.least(way, *size, rows, is_tight) for is_tight in (asked, True, False)]
+        assert least[0] == pytest.approx(np.where(counts, *least[1:]), rel=1e-9)
