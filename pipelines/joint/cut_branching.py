@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from time import process_time
 
 import numpy as np
@@ -279,10 +280,8 @@ class CutBranching:
         stages = next(stages for stages in self._workers if (least[list(stages)] < most[list(stages)]).any())
         shares = list[tuple[int, ...]]()
         if stages in totals:
-            for share in shares_of_total(least[list(stages)].tolist(), most[list(stages)].tolist(), totals[stages]):
-                shares.append(share)
-                if len(shares) > _MAX_SHARES:
-                    break
+            limits = least[list(stages)].tolist(), most[list(stages)].tolist(), totals[stages]
+            shares = list(islice(shares_of_total(*limits), _MAX_SHARES + 1))
         if not 0 < len(shares) <= _MAX_SHARES:
             return self._split_in_two(region, counts, least_s)
         parts = list[tuple[float, Region]]()

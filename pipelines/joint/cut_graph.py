@@ -275,13 +275,18 @@ class CutGraph:
         unit_price = step_s / self.limit_bytes * busy / (busy.mean() or 1.0)
         return (0.0 * unit_price, *(part * unit_price for part in MEMORY_PRICES))
 
-    def _tight_units(self, stages: np.ndarray) -> bool | np.ndarray:
-        """Whether redistributions inside units count, for each unit of some stages, shape (stages, units).  They count for the
-        units that a stage may have; False if they do not count at all."""
+    def _tight_units(self, stages: Sequence[int], shape: tuple[int, ...]) -> bool | np.ndarray:
+        """Whether redistributions inside units count, for each unit of some stages, shape (rows, units): they count for the units
+        of the runs that a stage may have.  False if they do not count at all.
+
+        Args:
+            stages: The stages.
+            shape: Shape (..., stages) of what is asked for, which has as many rows as entries.
+        """
         if not self.is_tight:
             return False
-        before, units = stages[:, None], np.arange(self.num_units)
-        return np.asarray((before <= units) & (units <= self.num_units - self.num_stages + before))
+        rows = np.broadcast_to(np.array(stages), shape).ravel()
+        return np.repeat(self.runs.possible, self.runs.sizes, axis=1)[rows]
 
     def _least_of_units(
         self, recompute: str, vector_weights: np.ndarray, exchange: np.ndarray | None = None
@@ -304,7 +309,7 @@ class CutGraph:
             of_exchange = None if exchange is None else np.broadcast_to(exchange[stages], own.shape[:-1]).ravel()
             size = passes.replicas, passes.micro_batch, passes.smallest_pass
             ways = ("none", "blocks") if recompute == SOME_BLOCKS else (recomputed_inside(recompute),)
-            is_tight = self._tight_units(np.broadcast_to(np.array(stages), own.shape[:-1]).ravel())
+            is_tight = self._tight_units(stages, own.shape[:-1])
             by_way = [units.least(way, *size, rows, is_tight, of_exchange) for way in ways]
             values = [value for value in by_way if value is not None]
             if not values:
@@ -473,7 +478,7 @@ class CutGraph:
                 *size,
                 rows,
                 factors,
-                self._tight_units(of_stage),
+                self._tight_units(stages, shape),
                 None if of_exchange is None else of_exchange[of_stage],
             )
             if found is None:

@@ -428,7 +428,7 @@ class CutProgram:
             needed.append(is_needed)
 
         shape = (self.stages, self.runs)
-        is_possible = self.cut_graph.runs.possible_in(Region.whole(self.stages, self.num_units).ranges)
+        is_possible = self.cut_graph.runs.possible
         # Every unit is at one stage.
         for run in range(self.runs):
             of_run = np.zeros(shape)

@@ -100,8 +100,6 @@ class Relaxation:
     ):
         self.num_stages, self.num_units = len(runs.base) + 1, int(runs.sizes.sum())
         self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
-        #: Whether a stage may have units of a run, shape (stages, runs): there are columns for these only.
-        self._is_possible = runs.possible_in(Region.whole(self.num_stages, self.num_units).ranges)
         self.terms = Terms(self.num_stages)
         self.limit_bytes, self.fixed_times, self.byte_s = limit_bytes, fixed_times, byte_s
         stage_sets = sorted({tuple(sorted(stages)) for stages in homes})
@@ -158,7 +156,8 @@ class Relaxation:
         Returns:
             Whether a column is new.
         """
-        wanted = self._is_possible if reduced_costs is None else self._is_possible & (reduced_costs < 0)
+        is_possible = self.runs.possible
+        wanted = is_possible if reduced_costs is None else is_possible & (reduced_costs < 0)
         stage, run = np.nonzero(wanted)
         candidates = vectors[stage, run]
         if not len(candidates):
@@ -173,7 +172,7 @@ class Relaxation:
         self._column_last_used = np.append(self._column_last_used, np.full(int(new.sum()), self._num_solved))
         self._stays = np.append(self._stays, np.full(int(new.sum()), stay))
         # Drop the columns that have not been used for the most solutions.
-        most = _MAX_COLUMNS * int(self._is_possible.sum())
+        most = _MAX_COLUMNS * int(is_possible.sum())
         if len(self._stage) > 2 * most:
             remaining = np.sort(np.lexsort((-self._column_last_used, ~self._stays))[:most])
             self._stage, self._run = self._stage[remaining], self._run[remaining]
@@ -256,7 +255,7 @@ class Relaxation:
         limited: list[tuple[tuple[int, ...], tuple[float, float]]] = [
             ((stage,), sizes.get(stage, (1, math.inf))) for stage in range(stages)
         ]
-        whole = [(b + 1, self.num_units - stages + b + 1) for b in range(stages - 1)]
+        whole = Region.whole(stages, self.num_units).ranges
         limited += [(tuple(range(b + 1)), ends) for b, ends in enumerate(ranges) if ends != whole[b]]
         limited += totals.items()
         rows = np.zeros((len(limited), stages))

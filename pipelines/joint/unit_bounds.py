@@ -19,7 +19,7 @@ on another worker, whose rectangle may be different.  A stage with such a unit h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -254,9 +254,9 @@ class UnitBounds:
             return None
         of_layers = np.minimum.reduceat(options.values(weights, exchange), options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
-        whole = _with_exchange(weights, exchange)
-        for kind, table, rows in self._tight_tables(recompute, replicas, micro_batch, part, is_tight, len(weights)):
-            tight, rough = _least(table, whole[rows]), of_kinds[rows, kind]
+        tables = self._tables_at(recompute, replicas, micro_batch, part) if is_tight is not False else ()
+        for kind, table, rows in self._with_rows(tables, is_tight, len(weights)):
+            tight, rough = _least(table, _with_exchange(weights, exchange)[rows]), of_kinds[rows, kind]
             of_kinds[rows, kind] = np.where(np.isfinite(tight), np.maximum(tight, rough), rough)
         return np.asarray(of_kinds[:, self._kinds])
 
@@ -285,9 +285,9 @@ class UnitBounds:
         indices = np.where(values <= lowest, np.arange(values.shape[1]), values.shape[1])
         chosen = np.minimum.reduceat(indices, options.first_of_layer, axis=1)
         of_kinds = np.add.reduceat(options.vectors[:, chosen], options.first_of_kind, axis=2)
-        whole = _with_exchange(weights, exchange)
-        for kind, table, rows in self._tight_tables(recompute, replicas, micro_batch, part, is_tight, len(weights)):
-            choices = least_choices(table, whole[rows])
+        tables = self._tables_at(recompute, replicas, micro_batch, part) if is_tight is not False else ()
+        for kind, table, rows in self._with_rows(tables, is_tight, len(weights)):
+            choices = least_choices(table, _with_exchange(weights, exchange)[rows])
             if len(choices):
                 of_kinds[:, rows, kind] = table.evaluate(choices)[0].T
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
@@ -340,20 +340,12 @@ class UnitBounds:
             ways[wanted] = np.where(is_less[..., None], found, ways[wanted])
         return costs, ways
 
-    def _tight_tables(
-        self,
-        recompute: str,
-        replicas: Replicas,
-        micro_batch: int,
-        part: int,
-        is_tight: bool | np.ndarray,
-        num_weights: int,
+    def _with_rows(
+        self, tables: Iterable[tuple[int, VectorTable]], is_tight: bool | np.ndarray, num_weights: int
     ) -> Iterator[tuple[int, VectorTable, np.ndarray]]:
-        """Iterate over the kinds of units whose redistributions count, each with the table of its vectors and the numbers of the
-        weights for which they count; arguments as :meth:`least`."""
-        if is_tight is False:
-            return
-        for kind, table in self._tables_at(recompute, replicas, micro_batch, part):
+        """Iterate over tables of kinds of units, each with the numbers of the weights for which redistributions inside these units
+        count (``is_tight`` of :meth:`least`); tables without such weights are left out."""
+        for kind, table in tables:
             rows = np.arange(num_weights)
             if not isinstance(is_tight, bool):
                 rows = np.flatnonzero(is_tight[:, self._kinds == kind].any(axis=1))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
+
+from .cut_regions import Region
 
 __all__ = ["UnitRuns", "runs_of"]
 
@@ -29,6 +32,11 @@ class UnitRuns:
     sizes: np.ndarray
     base: np.ndarray
     slopes: np.ndarray
+
+    @cached_property
+    def possible(self) -> np.ndarray:
+        """Whether a stage may have units of a run in any cut, shape (stages, runs)."""
+        return self.possible_in(Region.whole(len(self.base) + 1, int(self.sizes.sum())).ranges)
 
     def possible_in(self, ranges: Sequence[tuple[float, float]]) -> np.ndarray:
         """Return whether a stage may have units of a run if the boundaries are within ``ranges``; shape (stages, runs)."""
