@@ -11,12 +11,16 @@ where n(P, k) counts how often P passes through term k (a pair counts twice, a h
 some times is a lower bound for all times, linear in them: a cutting plane.
 
 This holds if transfers and all-reduces overlap compute (the defaults of :class:`.times.Times`).
+
+The *level* of a node is the number of nodes on the longest chain that ends with it. All nodes of one level begin independently of
+each other, so that they are computed together, level by level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +29,9 @@ from .schedule import Kind, Schedule, Task
 from .tasktable import NONE, producers, tabulate
 
 __all__ = ["StepGraph", "Terms"]
+
+#: Mean number of nodes on a level from which a level at once takes less time than its nodes one by one.
+_WIDE = 12
 
 
 class Terms:
@@ -76,10 +83,11 @@ class StepGraph:
         assert schedule.is_synchronous
         self.terms = Terms(schedule.num_stages)
         builder = _Builder(schedule, self.terms, passes, input_passes, added)
-        ordered = builder.topological()
-        self._first, self._second, self._term, self._times, self._is_added, self._origin = ordered
+        nodes = builder.by_level()
+        self._first, self._second, self._term, self._times, self._is_added, self._origin, self._levels = nodes
         self.num_nodes = len(self._term)
         self._task_of = builder.task_of
+        self._is_wide = self.num_nodes >= _WIDE * len(self._levels)
 
     def with_repeated_insertions(self, count: int) -> StepGraph:
         """The graph in which every inserted run of tasks is executed ``count`` times."""
@@ -121,35 +129,64 @@ class StepGraph:
 
     def longest_path(self, times: np.ndarray) -> tuple[float, list[int]]:
         """Compute the makespan and the nodes of a longest path, from its beginning to its end; arguments as :meth:`step`."""
-        durations = (np.append(times, 0.0)[self._term] * self._times).tolist()
-        ends, before = [0.0] * (len(durations) + 1), [0] * (len(durations) + 1)
-        for node, (first, second, duration) in enumerate(zip(self._first, self._second, durations), start=1):
-            start, other = ends[first], ends[second]
-            ends[node] = (other if other > start else start) + duration
-            before[node] = second if other > start else first
-        node = max(range(len(ends)), key=ends.__getitem__)
-        step, path = ends[node], []
+        durations = np.append(times, 0.0)[self._term] * self._times
+        ends = self._ends_by_level(durations) if self._is_wide else self._ends(durations)
+        node = int(np.argmax(ends))
+        step, path = float(ends[node]), []
         while node:
             path.append(node - 1)
-            node = before[node]
+            first, second = int(self._first[node - 1]), int(self._second[node - 1])
+            node = second if ends[second] > ends[first] else first
         return step, path[::-1]
+
+    def _ends(self, durations: np.ndarray) -> list[float]:
+        """When the nodes end that take ``durations``, shape (nodes,); the first element is 0."""
+        ends = [0.0] * (self.num_nodes + 1)
+        rows = zip(self._first.tolist(), self._second.tolist(), durations.tolist())
+        for node, (first, second, duration) in enumerate(rows, start=1):
+            start, other = ends[first], ends[second]
+            ends[node] = (other if other > start else start) + duration
+        return ends
+
+    def _ends_by_level(self, durations: np.ndarray) -> np.ndarray:
+        """As :meth:`_ends`; also for many vectors at once, shape (nodes, vectors)."""
+        ends = np.zeros((self.num_nodes + 1, *durations.shape[1:]))
+        later, first, second = ends[1:], self._first, self._second
+        for level in self._levels:
+            out = later[level]
+            np.maximum(ends.take(first[level], axis=0), ends.take(second[level], axis=0), out=out)
+            out += durations[level]
+        return ends
 
     def steps(self, times: np.ndarray) -> np.ndarray:
         """Compute the makespans for many vectors of times at once; shape (terms, vectors) -> (vectors,)."""
         padded = np.vstack([times, np.zeros((1, times.shape[1]))])
-        ends = np.zeros((self.num_nodes + 1, times.shape[1]))
-        rows = zip(self._first, self._second, self._term.tolist(), self._times.tolist())
-        for end, (first, second, term, count) in zip(ends[1:], rows):
-            np.maximum(ends[first], ends[second], out=end)
-            if count == 1.0:
-                end += padded[term]
-            elif count:
-                end += count * padded[term]
-        return np.asarray(ends.max(axis=0))
+        return np.asarray(self._ends_by_level(padded[self._term] * self._times[:, None]).max(axis=0))
+
+
+class _Nodes(NamedTuple):
+    """The nodes of a graph in the order of their levels.
+
+    Attributes:
+        first, second: Per node its predecessors, numbered from 1; 0 for none.
+        term: Per node its term.
+        times: Per node how often it takes the term.
+        is_added: Per node whether it is an inserted task.
+        origin: Per node its index before it was ordered; NONE for nodes that merge others.
+        levels: The nodes of each level.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    term: np.ndarray
+    times: np.ndarray
+    is_added: np.ndarray
+    origin: list[int]
+    levels: list[slice]
 
 
 class _Builder:
-    """Collects the nodes and their predecessors, then orders them (see :meth:`topological`)."""
+    """Collects the nodes and their predecessors, then orders them (see :meth:`by_level`)."""
 
     def __init__(
         self,
@@ -301,45 +338,53 @@ class _Builder:
             for place in range(len(tasks))
         ]
 
-    def topological(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray, np.ndarray, list[int]]:
-        """Order the nodes topologically, with at most two predecessors each.
+    def by_level(self) -> _Nodes:
+        """Order the nodes by levels, with at most two predecessors each.
 
         Nodes of zero duration merge the predecessors of nodes that have more than two.
-
-        Returns:
-            Per node: the first and the second predecessor (numbered from 1; 0 for none), its term, how often it takes the term,
-            whether it is an inserted task, and its index before it was ordered (NONE for nodes that merge others).
         """
-        predecessors = self.predecessors
-        successors: list[list[int]] = [[] for _ in predecessors]
-        waiting = [len(nodes) for nodes in predecessors]
-        for node, nodes in enumerate(predecessors):
+        predecessors, term = self.predecessors, [*self.term]
+        for before in predecessors:  # also those that are added
+            while len(before) > 2:
+                predecessors.append([before.pop(), before.pop()])
+                term.append(self.terms.count)
+                before.append(len(predecessors) - 1)
+        level = self._level_of_each()
+        num_others = len(term) - len(self.term)
+        order = np.argsort(level, kind="stable")
+        # Numbers from 1, by the index before; the last element is that of no predecessor.
+        number = np.zeros(len(order) + 1, dtype=np.intp)
+        number[order] = np.arange(1, len(order) + 1)
+        first, second = np.array([(*before, NONE, NONE)[:2] for before in predecessors], dtype=np.intp)[order].T
+        ends = np.cumsum(np.bincount(level)).tolist()
+        return _Nodes(
+            first=number[first],
+            second=number[second],
+            term=np.array(term, dtype=np.intp)[order],
+            times=np.array([*self.times, *[0.0] * num_others])[order],
+            is_added=np.array([*self.is_added, *[False] * num_others])[order],
+            origin=np.where(order < len(self.term), order, NONE).tolist(),
+            levels=[slice(begin, end) for begin, end in zip([0, *ends], ends)],
+        )
+
+    def _level_of_each(self) -> list[int]:
+        """The level of each node, from 0."""
+        successors: list[list[int]] = [[] for _ in self.predecessors]
+        waiting = [len(nodes) for nodes in self.predecessors]
+        for node, nodes in enumerate(self.predecessors):
             for other in nodes:
                 successors[other].append(node)
         ready = [node for node, count in enumerate(waiting) if not count]
-        # Number of each node in topological order, from 1; 0 as long as it is not placed.
-        place = [0] * len(predecessors)
-        first: list[int] = []
-        second: list[int] = []
-        origin: list[int] = []
+        level, num_placed = [0] * len(waiting), 0
         while ready:
             node = ready.pop()
-            before = [place[other] for other in predecessors[node]]
-            while len(before) > 2:
-                first.append(before.pop())
-                second.append(before.pop())
-                origin.append(NONE)
-                before.append(len(origin))
-            first.append(before[0] if before else 0)
-            second.append(before[1] if len(before) == 2 else 0)
-            origin.append(node)
-            place[node] = len(origin)
+            num_placed += 1
+            next_level = level[node] + 1
             for successor in successors[node]:
+                if level[successor] < next_level:
+                    level[successor] = next_level
                 waiting[successor] -= 1
                 if not waiting[successor]:
                     ready.append(successor)
-        assert all(place), "the schedule deadlocks"
-        # The last element is that of nodes that merge others.
-        term = np.array([*self.term, self.terms.count], dtype=np.intp)[origin]
-        times = np.array([*self.times, 0.0])[origin]
-        return first, second, term, times, np.array([*self.is_added, False])[origin], origin
+        assert num_placed == len(level), "the schedule deadlocks"
+        return level

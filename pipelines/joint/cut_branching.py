@@ -253,7 +253,7 @@ class CutBranching:
             return Branched(math.inf)
         if region.only_cut is not None:
             value_s = program.largest_value(region.only_cut)
-            is_excluded = value_s >= threshold * (1 + TOLERANCE)
+            is_excluded = value_s >= threshold
             return Branched(math.inf) if is_excluded else Branched(value_s, cut=region.only_cut)
         least_rate = _LEAST_RATE * max(method.rate for method in self._methods)
         for method in self._methods:

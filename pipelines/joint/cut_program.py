@@ -42,7 +42,9 @@ limits are constraints, with m(s, r) the least bytes of a unit of run r at stage
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -51,6 +53,7 @@ import numpy as np
 from .bounds import Bound
 from .cut_graph import CutGraph
 from .cut_regions import Cut, Region
+from .linear_program import LinearProgram, UnsolvedError
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint, OptimizeResult
@@ -162,7 +165,7 @@ class CutProgram:
             TimeoutError: The solver did not end within the time limit.
         """
         solution = self._solution(region, threshold * (1 + TOLERANCE), 1.0, False, seconds)
-        if solution.status == _INFEASIBLE:
+        if solution is None:
             return None
         if solution.x is None:
             raise TimeoutError
@@ -187,7 +190,7 @@ class CutProgram:
         if math.isinf(threshold):
             scale, most = max(float(np.abs(row).max()) for row in self._rows) * self.num_units or 1.0, np.inf
         solution = self._solution(region, scale, most, True, seconds)
-        if solution.status == _INFEASIBLE:
+        if solution is None:
             return None
         if solution.x is None:
             raise TimeoutError
@@ -203,7 +206,7 @@ class CutProgram:
         """
         scale = threshold * (1 + TOLERANCE)
         solution = self._solution(region, scale, 1.0, True, seconds)
-        if solution.status == _INFEASIBLE:
+        if solution is None:
             return threshold
         dual_bound = solution.mip_dual_bound
         if dual_bound is None or not math.isfinite(dual_bound):
@@ -228,19 +231,20 @@ class CutProgram:
         """
         scale = threshold * (1 + TOLERANCE)
         constraints = self._constraints(region, scale, 1.0, is_relaxed=True)
-        solution = self._relaxed(-1, 1.0, constraints, self._ranges(region, 1.0))
-        if solution.status == _INFEASIBLE:
+        program = _without_integrality(constraints, *self._ranges(region, 1.0))
+        solved = self._minimised(program, -1, 1.0)
+        if solved is None:
             return None
-        if solution.x is None:
-            raise TimeoutError
-        counts, value_s = solution.x[: self._num_counts], float(solution.fun) * scale
+        counts, value_s = solved[1][: self._num_counts], solved[0] * scale
+        if value_s >= threshold:
+            return None
         self._num_relaxed += 1
         values = np.array(self._rows) @ counts + np.array(self._constants)
         for number in np.flatnonzero(values >= value_s * (1 - TOLERANCE)).tolist():
             self._last_used[number] = self._num_relaxed
         if len(self.bounds) > 2 * _MAX_BOUNDS:
             self._drop_bounds()
-        return value_s * (1 - TOLERANCE), counts.reshape(self.stages, self.runs)
+        return value_s, counts.reshape(self.stages, self.runs)
 
     def _drop_bounds(self) -> None:
         """Drop the bounds that have not limited a fractional cut for the longest time."""
@@ -268,52 +272,44 @@ class CutProgram:
         """
         constraints = self._constraints(region, threshold * (1 + TOLERANCE), 1.0, is_relaxed=True)
         lower, upper = self._ranges(region, 1.0)
-        if self._narrows(constraints, lower, upper) is None:
+        if self._narrows(constraints, lower, upper):
             self._most_totals = upper[self._totals]
 
-    def _narrows(
-        self, constraints: list[LinearConstraint], lower: np.ndarray, upper: np.ndarray
-    ) -> OptimizeResult | None:
-        """Lower the upper limits of totals to those without integrality, rounded down.
+    def _narrows(self, constraints: list[LinearConstraint], lower: np.ndarray, upper: np.ndarray) -> bool:
+        """Lower the upper limits of totals to those without integrality, rounded down; return whether there is a solution.
 
-        Returns:
-            The solution of a program that has none, if there is one; else None.
+        Raises:
+            TimeoutError: The solver had numerical difficulties.
         """
         for total in self._totals:
-            relaxed = self._relaxed(total, -1.0, constraints, (lower, upper))
-            if relaxed.x is None:
-                return relaxed
-            upper[total] = math.floor(-relaxed.fun + _ROUNDING)
-        return None
+            solved = self._minimised(_without_integrality(constraints, lower, upper), total, -1.0)
+            if solved is None:
+                return False
+            upper[total] = math.floor(-solved[0] + _ROUNDING)
+        return True
 
-    def _relaxed(
-        self, variable: int, sign: float, constraints: list[LinearConstraint], ranges: tuple[np.ndarray, np.ndarray]
-    ) -> OptimizeResult:
-        """Minimise a variable times ``sign`` without integrality."""
-        from scipy.optimize import linprog
-        from scipy.sparse import vstack
+    def _minimised(self, program: LinearProgram, variable: int, sign: float) -> tuple[float, np.ndarray] | None:
+        """Minimise a variable times ``sign``.
 
+        Returns:
+            A certain lower bound, and the values of all variables; None if there is no solution.
+
+        Raises:
+            TimeoutError: The solver had numerical difficulties.
+        """
         objective = np.zeros(self._num_variables)
         objective[variable] = sign
-        matrix = vstack([one.A for one in constraints], format="csr")
-        low, high = (
-            np.concatenate([np.broadcast_to(getattr(one, end), one.A.shape[0]) for one in constraints])
-            for end in ("lb", "ub")
-        )
-        is_equal = low == high
-        has_high, has_low = np.isfinite(high) & ~is_equal, np.isfinite(low) & ~is_equal
-        return linprog(
-            objective,
-            A_ub=vstack([matrix[has_high], -matrix[has_low]], format="csr"),
-            b_ub=np.concatenate([high[has_high], -low[has_low]]),
-            A_eq=matrix[is_equal],
-            b_eq=high[is_equal],
-            bounds=np.column_stack(ranges),
-            method="highs-ds",
-        )
+        program = replace(program, objective=objective)
+        try:
+            solution = program.solved()
+        except UnsolvedError:
+            raise TimeoutError from None
+        return None if solution is None else (program.certain_least(solution), solution.x)
 
-    def _solution(self, region: Region, scale: float, most: float, minimises: bool, seconds: float) -> OptimizeResult:
-        """Solve the program; its variables are n(s, r), z(b, r), t(w) and theta.
+    def _solution(
+        self, region: Region, scale: float, most: float, minimises: bool, seconds: float
+    ) -> OptimizeResult | None:
+        """Solve the program; its variables are n(s, r), z(b, r), t(w) and theta.  None if it has no solution.
 
         Args:
             region: The region of the cuts.
@@ -321,21 +317,25 @@ class CutProgram:
             most: Largest theta, in units of ``scale``; without a limit the memory of workers is limited.
             minimises: Whether theta is minimised; if not, the ranges of totals are narrowed first.
             seconds: Time limit of the solver.
+
+        Raises:
+            TimeoutError: The solver had numerical difficulties.
         """
         # Imported here because loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import Bounds, milp
 
         constraints = self._constraints(region, scale, most)
         lower, upper = self._ranges(region, most)
-        if not minimises and (without := self._narrows(constraints, lower, upper)) is not None:
-            return without
-        return milp(
+        if not minimises and not self._narrows(constraints, lower, upper):
+            return None
+        solution = milp(
             np.eye(1, self._num_variables, self._num_variables - 1)[0] * minimises,
             constraints=constraints,
             integrality=np.append(np.ones(self._num_variables - 1), 0.0),
             bounds=Bounds(lower, upper),
             options={"mip_rel_gap": _GAP, "time_limit": max(seconds, 0.01)},
         )
+        return None if solution.status == _INFEASIBLE else solution
 
     @property
     def _totals(self) -> range:
@@ -476,3 +476,27 @@ class CutProgram:
             places = np.arange(first, num_rows, (num_rows - first) // len(region.ranges))
             low[places], high[places] = np.array(region.ranges).T
         return low, high
+
+
+def _without_integrality(
+    constraints: Sequence[LinearConstraint], lower: np.ndarray, upper: np.ndarray
+) -> LinearProgram:
+    """Return the program with these constraints, and ranges of its variables, without an objective."""
+    from scipy.sparse import vstack
+
+    matrix = vstack([one.A for one in constraints], format="csr")
+    low, high = (
+        np.concatenate([np.broadcast_to(getattr(one, end), one.A.shape[0]) for one in constraints])
+        for end in ("lb", "ub")
+    )
+    is_equal = low == high
+    has_high, has_low = np.isfinite(high) & ~is_equal, np.isfinite(low) & ~is_equal
+    return LinearProgram(
+        objective=np.zeros(len(lower)),
+        rows=vstack([matrix[has_high], -matrix[has_low]], format="csr"),
+        most=np.concatenate([high[has_high], -low[has_low]]),
+        equal_rows=matrix[is_equal],
+        equal=high[is_equal],
+        # No step takes less than no time; the certain bound needs finite ranges.
+        ranges=np.column_stack([np.maximum(lower, 0.0), upper]),
+    )

@@ -37,23 +37,18 @@ import numpy as np
 
 from ..stepgraph import Terms
 from .cut_regions import Region
+from .linear_program import LinearProgram
 from .unit_runs import UnitRuns
 
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
-__all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
+__all__ = ["Relaxation", "Relaxed"]
 
 #: Mean number of columns per stage and run that it may have that are kept.  Columns are dropped when there are twice as many.
 _MAX_COLUMNS = 6
 #: No limits of numbers of units, but that each stage has one.
 NO_LIMITS: Mapping[Any, tuple[int, int]] = MappingProxyType({})
-#: Status of SciPy's `linprog` for an infeasible program.
-_INFEASIBLE = 2
-
-
-class UnsolvedError(Exception):
-    """The linear program was not solved, because of numerical difficulties."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,8 +274,7 @@ class Relaxation:
         Raises:
             UnsolvedError: The solver had numerical difficulties.
         """
-        # Imported here because loading SciPy's optimizers takes longer than most searches.
-        from scipy.optimize import linprog
+        # Imported here because it takes longer than most searches.
         from scipy.sparse import csr_matrix
 
         num_others = 2 if has_exchange else 1
@@ -291,23 +285,15 @@ class Relaxation:
             parts.append(np.hstack([coefficients, others]))
         of_runs = (self._run[None] == np.arange(len(self.sizes))[:, None]).astype(float)
         most = np.append(np.where(is_possible, np.inf, 0.0), [np.inf] * num_others)
-        program: dict[str, Any] = dict(
-            c=np.append(np.zeros(len(most) - 1), 1.0),
-            A_ub=csr_matrix(np.vstack(parts)),
-            b_ub=np.concatenate([upper for *_, upper in rows]),
-            A_eq=csr_matrix(np.hstack([of_runs, np.zeros((len(of_runs), num_others))])),
-            b_eq=self.sizes.astype(float),
-            bounds=np.column_stack([np.zeros(len(most)), most]),
+        program = LinearProgram(
+            objective=np.append(np.zeros(len(most) - 1), 1.0),
+            rows=csr_matrix(np.vstack(parts)),
+            most=np.concatenate([upper for *_, upper in rows]),
+            equal_rows=csr_matrix(np.hstack([of_runs, np.zeros((len(of_runs), num_others))])),
+            equal=self.sizes.astype(float),
+            ranges=np.column_stack([np.zeros(len(most)), most]),
         )
-        solution = linprog(**program, method="highs-ds")
-        if solution.status not in (0, _INFEASIBLE):
-            # The simplex method has numerical difficulties with some programs that have no solution.
-            solution = linprog(**program, method="highs-ipm")
-        if solution.status == _INFEASIBLE:
-            return None
-        if solution.status != 0:
-            raise UnsolvedError(solution.message)
-        return solution
+        return program.solved()
 
     def _path_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
         """Return the coefficients of the program's rows of paths.

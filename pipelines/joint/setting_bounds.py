@@ -41,7 +41,8 @@ from .cut_regions import Cut, Region, cheapest_cut
 from .cut_times import times_of_even_cut
 from .explorer import Explorer, Setting
 from .incumbent import Incumbent
-from .relaxation import NO_LIMITS, Relaxation, Relaxed, UnsolvedError
+from .linear_program import UnsolvedError
+from .relaxation import NO_LIMITS, Relaxation, Relaxed
 
 __all__ = ["MAX_CUT_ROUNDS", "MAX_ROUNDS", "FractionalCut", "RegionBound", "SettingBounds", "UnsettledError"]
 
