@@ -46,12 +46,12 @@ from .setting_bounds import FractionalCut, SettingBounds, UnsettledError
 
 __all__ = ["Branched", "CutBranching", "shares_of_total"]
 
-#: Largest number of rounds of either method for a region, and for the first one.
-_MAX_ROUNDS, _MAX_ROUNDS_OF_FIRST = 8, 40
+#: Largest number of rounds of either method for a region.
+_MAX_ROUNDS = 60
 #: A method ends when in some rounds less than this part of the gap has been closed: from the bound to the threshold, or to the best
 #: fractional cut.
 _SLOW = 0.15
-#: A method is left out if it excludes fewer regions per second than this part of what the other one does.
+#: Paths are left out if they exclude fewer regions per second than this part of what means do.
 _LEAST_RATE = 0.5
 #: How far from the best fractional cut of a region to the program's solution the point is whose longest path is added first.
 _STEP = 0.3
@@ -59,9 +59,10 @@ _STEP = 0.3
 _MAX_PATHS = 150
 #: Largest number of ways to share a worker's total in which a region is split.
 _MAX_SHARES = 40
-#: Largest number of stages that are tried for a split in two, and the least rise that counts, as a part of the rise to the
-#: threshold.
-_MAX_CANDIDATES, _TINY = 8, 1e-3
+#: Largest number of stages that are tried for a split in two.
+_MAX_CANDIDATES = 4
+#: How much a part of a region counts less if its bound rises: exp(-x) for x times the rise to the threshold.
+_DECAY = 6.0
 #: Numbers of units count as whole within this.
 _WHOLE = 1e-3
 
@@ -109,15 +110,12 @@ class _Method:
         """About how many regions it excludes per second of processor time."""
         return (self._num_excluded + 1) / (self._seconds + 1)
 
-    def raised(
-        self, region: Region, solved: tuple[float, np.ndarray], max_rounds: int
-    ) -> tuple[float, np.ndarray] | None:
+    def raised(self, region: Region, solved: tuple[float, np.ndarray]) -> tuple[float, np.ndarray] | None:
         """Add bounds until they exclude a region, or its bound rises slowly.
 
         Args:
             region: The region.
             solved: Its bound so far [s], and the fractional cut that has it (:meth:`.cut_program.CutProgram.relaxed`).
-            max_rounds: Largest number of rounds.
 
         Returns:
             The same for all bounds; None if they exclude the region.
@@ -125,15 +123,15 @@ class _Method:
         Raises:
             TimeoutError, UnsettledError: The deadline was over, or a program was not solved.
         """
-        began, threshold = process_time(), self.bounds.incumbent.threshold
+        began = process_time()
         self._begin()
         values_s = [solved[0]]
         try:
-            while self._has_next_round(values_s, max_rounds) and self._add(region, *solved):
+            while self._has_next_round(values_s) and self._add(region, *solved):
                 self.bounds.explorer.stop.check()
                 if self.bounds.deadline.is_over:
                     raise UnsettledError
-                relaxed = self.program.relaxed(region, threshold)
+                relaxed = self.program.relaxed(region, self.bounds.incumbent.threshold)
                 if relaxed is None:
                     raise _NoCutError
                 solved = relaxed
@@ -145,13 +143,13 @@ class _Method:
         finally:
             self._seconds += process_time() - began
 
-    def _has_next_round(self, values_s: Sequence[float], max_rounds: int) -> bool:
+    def _has_next_round(self, values_s: Sequence[float]) -> bool:
         """Return whether there is another round after the bounds so far [s]."""
         if len(values_s) <= self.slow_rounds:
             return True
         threshold, before_s = self.bounds.incumbent.threshold, values_s[-1 - self.slow_rounds]
         is_slow = values_s[-1] - before_s < _SLOW * (min(self.best_s, threshold) - before_s)
-        return len(values_s) <= max_rounds and self.best_s >= threshold and not is_slow
+        return len(values_s) <= _MAX_ROUNDS and self.best_s >= threshold and not is_slow
 
     def _begin(self) -> None:
         """Begin with a region."""
@@ -176,7 +174,7 @@ class _Paths(_Method):
         vectors: How each unit is run at that bound; shape (stages, units, 6).
     """
 
-    slow_rounds = 6
+    slow_rounds = 30
 
     def __init__(self, bounds: SettingBounds, program: CutProgram, mean: Bound, vectors: np.ndarray):
         super().__init__(bounds, program)
@@ -213,7 +211,7 @@ class _Means(_Method):
         self.best_s, self._center = math.inf, FractionalCut()
 
     def _add(self, region: Region, value_s: float, counts: np.ndarray) -> bool:
-        mean = self.bounds.mean_over(region, self.program.limits_of_totals, self._center)
+        mean = self.bounds.mean_over(region, self.program.limits_of_totals(region), self._center)
         if mean is None:
             raise _NoCutError
         self.best_s = self._center.step_s
@@ -234,9 +232,7 @@ class CutBranching:
     def __init__(self, bounds: SettingBounds, program: CutProgram, mean: Bound, vectors: np.ndarray):
         self.bounds, self.program, self.incumbent = bounds, program, bounds.incumbent
         bounds.max_paths = max(bounds.max_paths, _MAX_PATHS)
-        self._methods = (_Paths(bounds, program, mean, vectors), _Means(bounds, program))
-        #: The workers' stages in the order in which regions are split.
-        self._workers = _from_both_ends(program.stages_of_workers)
+        self._paths, self._means = _Paths(bounds, program, mean, vectors), _Means(bounds, program)
         self._is_first = True
 
     def explore(self, region: Region) -> Branched:
@@ -255,12 +251,11 @@ class CutBranching:
             value_s = program.largest_value(region.only_cut)
             is_excluded = value_s >= threshold
             return Branched(math.inf) if is_excluded else Branched(value_s, cut=region.only_cut)
-        least_rate = _LEAST_RATE * max(method.rate for method in self._methods)
-        for method in self._methods:
-            if is_first or method.rate >= least_rate:
-                solved = method.raised(region, solved, _MAX_ROUNDS_OF_FIRST if is_first else _MAX_ROUNDS)
-                if solved is None:
-                    return Branched(math.inf)
+        paths, means = self._paths, self._means
+        for method in (paths, means) if paths.rate >= _LEAST_RATE * means.rate else (means,):
+            solved = method.raised(region, solved)
+            if solved is None:
+                return Branched(math.inf)
         if is_first:
             self._is_first = False
             program.narrow_totals(self.bounds.whole_region, threshold)  # better bounds leave fewer totals
@@ -275,60 +270,52 @@ class CutBranching:
             counts: The best fractional cut for the known bounds: numbers of units, shape (stages, runs).
             least_s: No cut of the region is below it [s].
         """
-        least, most = region.limits_of_sizes
-        totals = self.program.limits_of_totals
-        stages = next(stages for stages in self._workers if (least[list(stages)] < most[list(stages)]).any())
-        shares = list[tuple[int, ...]]()
-        if stages in totals:
-            limits = least[list(stages)].tolist(), most[list(stages)].tolist(), totals[stages]
-            shares = list(islice(shares_of_total(*limits), _MAX_SHARES + 1))
-        if not 0 < len(shares) <= _MAX_SHARES:
-            return self._split_in_two(region, counts, least_s)
-        parts = list[tuple[float, Region]]()
-        for share in shares:
-            sizes = {**region.sizes, **{stage: (size, size) for stage, size in zip(stages, share)}}
-            self._add_if_left(parts, replace(region, sizes=sizes), least_s)
-        return Branched(least_s, parts=tuple(parts))
+        stages_of_workers, gap_s = self.program.stages_of_workers, self.incumbent.threshold - least_s
+        of_workers = (self._ways_of_worker(region, stages) for stages in stages_of_workers)
+        candidates = [ways for ways in of_workers if ways] or self._ways_of_stages(region, counts)
+        best, best_score = tuple[tuple[float, Region], ...](), math.inf
+        for ways in candidates:
+            parts = tuple(
+                (max(least_s, solved[0]), part)
+                for part in ways
+                if (solved := self.program.relaxed(part, self.incumbent.threshold)) is not None
+            )
+            score = sum(math.exp(-_DECAY * (bound_s - least_s) / gap_s) for bound_s, _ in parts)
+            if score < best_score:
+                best, best_score = parts, score
+            if len(parts) < 2:
+                break  # the region becomes smaller at no cost
+        return Branched(least_s, parts=best)
 
-    def _add_if_left(self, parts: list[tuple[float, Region]], part: Region, least_s: float) -> float:
-        """Add a part of a region with its bound, unless known bounds exclude it; return the bound, or the threshold."""
-        solved = self.program.relaxed(part, self.incumbent.threshold)
-        if solved is None:
-            return self.incumbent.threshold
-        bound_s = max(least_s, solved[0])
-        parts.append((bound_s, part))
-        return bound_s
+    def _ways_of_worker(self, region: Region, stages: tuple[int, ...]) -> list[Region]:
+        """The parts of a region in which a worker with several stages has each possible total; or in which it shares its total in
+        each possible way, if these are few.  None if the stages are whole."""
+        limits = region.limits_of_sizes[:, list(stages)]
+        totals = self.program.limits_of_totals(region).get(stages)
+        if totals is None or (limits[0] == limits[1]).all():
+            return []
+        if totals[0] < totals[1]:
+            return [
+                replace(region, totals={**region.totals, stages: total}) for total in range(totals[0], totals[1] + 1)
+            ]
+        few, many = limits.tolist()
+        shares = list(islice(shares_of_total(few, many, totals), _MAX_SHARES + 1))
+        if len(shares) > _MAX_SHARES:
+            return []
+        ranges_of_shares = [{stage: (size, size) for stage, size in zip(stages, share)} for share in shares]
+        return [replace(region, sizes={**region.sizes, **ranges}) for ranges in ranges_of_shares]
 
-    def _split_in_two(self, region: Region, counts: np.ndarray, least_s: float) -> Branched:
-        """Split a region in two at the number of units of a stage of a fractional cut; arguments as :meth:`_split`."""
+    def _ways_of_stages(self, region: Region, counts: np.ndarray) -> list[list[Region]]:
+        """For the first few stages that have a fractional number of units: the cuts of a region in which the stage has fewer units,
+        and those in which it has more; arguments as of :meth:`_split`."""
         least, most = region.limits_of_sizes
         sizes = counts.sum(axis=1)
         is_whole = np.abs(sizes - np.round(sizes)) <= _WHOLE
-        open_stages = [
-            stage for stages in self.program.stages_of_workers for stage in stages if least[stage] < most[stage]
-        ]
-        candidates = [stage for stage in dict.fromkeys(open_stages) if not is_whole[stage]] or open_stages[:1]
-        best, best_score = tuple[tuple[float, Region], ...](), -math.inf
-        tiny_s = _TINY * (self.incumbent.threshold - least_s)
-        for stage in candidates[:_MAX_CANDIDATES]:
-            size = int(np.clip(math.floor(sizes[stage] + _WHOLE), least[stage], most[stage] - 1))
-            parts, score = list[tuple[float, Region]](), 1.0
-            for part in region.split(stage, size):
-                score *= max(tiny_s, self._add_if_left(parts, part, least_s) - least_s)
-            if len(parts) < 2:
-                return Branched(least_s, parts=tuple(parts))  # the region has become smaller at no cost
-            if score > best_score:
-                best, best_score = tuple(parts), score
-        return Branched(least_s, parts=best)
-
-
-def _from_both_ends(workers: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The last worker, the first one, the last but one, ...
-
-    >>> _from_both_ends([(0, 4), (1, 5), (2, 6), (3, 7)])
-    [(3, 7), (0, 4), (2, 6), (1, 5)]
-    """
-    return [workers[-1 - k // 2] if k % 2 == 0 else workers[k // 2] for k in range(len(workers))]
+        by_worker = dict.fromkeys(stage for stages in self.program.stages_of_workers for stage in stages)
+        open_stages = [stage for stage in by_worker if least[stage] < most[stage]]
+        candidates = [stage for stage in open_stages if not is_whole[stage]] or open_stages
+        floors = np.clip(np.floor(sizes + _WHOLE).astype(int), least, most - 1)
+        return [[*region.split(stage, int(floors[stage]))] for stage in candidates[:_MAX_CANDIDATES]]
 
 
 def shares_of_total(least: Sequence[int], most: Sequence[int], total: tuple[int, int]) -> Iterator[tuple[int, ...]]:

@@ -125,7 +125,7 @@ class CutCovers:
             self._programs.append(branching.program)
             self._covers.append(Cover(branching.explore, self.least_s, self.bounds.whole_region, has_latest_first=True))
         cover = self._covers[1]
-        if not self._has_program or cover.seconds < program.seconds:
+        if not self._has_program or cover.seconds < 4 * program.seconds:
             return cover
         self._turn_s = 2 * program.seconds
         return program

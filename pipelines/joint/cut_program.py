@@ -53,6 +53,7 @@ import numpy as np
 from .bounds import Bound
 from .cut_graph import CutGraph
 from .cut_regions import Cut, Region
+from .dual_simplex import DualSimplex
 from .linear_program import LinearProgram, UnsolvedError
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class CutProgram:
         #: Number of solutions without integrality, and per bound that of the latest one that it limits.
         self._num_relaxed = 0
         self._last_used: list[int] = []
+        #: Solutions without integrality, and the unit of theta in them [s].
+        self._simplex: DualSimplex | None = None
+        self._unit_s = 0.0
 
     def copy(self) -> CutProgram:
         """Return a program with the same bounds; bounds that are added to one of the two, or dropped, do not change the other."""
@@ -112,6 +116,7 @@ class CutProgram:
         program.bounds, program._rows = list(self.bounds), list(self._rows)
         program._constants, program._last_used = list(self._constants), list(self._last_used)
         program._most_totals = self._most_totals.copy()
+        program._simplex = None
         return program
 
     def knows(self, path: np.ndarray) -> bool:
@@ -134,6 +139,8 @@ class CutProgram:
         self._rows.append(row.ravel())
         self._constants.append(constant)
         self._last_used.append(self._num_relaxed)
+        if self._simplex is not None:
+            self._simplex.add_rows(self._simplex_rows(len(self.bounds) - 1))
 
     def value(self, number: int, cut: Cut) -> float:
         """Return the value of a bound, given by its number, at a cut [s]."""
@@ -229,15 +236,10 @@ class CutProgram:
         Raises:
             TimeoutError: The solver had numerical difficulties.
         """
-        scale = threshold * (1 + TOLERANCE)
-        constraints = self._constraints(region, scale, 1.0, is_relaxed=True)
-        program = _without_integrality(constraints, *self._ranges(region, 1.0))
-        solved = self._minimised(program, -1, 1.0)
+        solved = self._relaxed(region, threshold)
         if solved is None:
             return None
-        counts, value_s = solved[1][: self._num_counts], solved[0] * scale
-        if value_s >= threshold:
-            return None
+        value_s, counts = solved
         self._num_relaxed += 1
         values = np.array(self._rows) @ counts + np.array(self._constants)
         for number in np.flatnonzero(values >= value_s * (1 - TOLERANCE)).tolist():
@@ -248,16 +250,58 @@ class CutProgram:
 
     def _drop_bounds(self) -> None:
         """Drop the bounds that have not limited a fractional cut for the longest time."""
-        latest = np.argsort(-np.array(self._last_used), kind="stable")[:_MAX_BOUNDS]
+        order = np.argsort(-np.array(self._last_used), kind="stable")
+        latest = order[:_MAX_BOUNDS]
+        if self._simplex is not None:
+            self._simplex.drop_rows(int(self._cut_rows[1].sum()) + order[_MAX_BOUNDS:])
         for name in ("bounds", "_rows", "_constants", "_last_used"):
             known = getattr(self, name)
             setattr(self, name, [known[number] for number in sorted(latest.tolist())])
 
-    @property
-    def limits_of_totals(self) -> dict[tuple[int, ...], tuple[int, int]]:
-        """The least and the largest total of every worker with several stages, by its stages."""
-        most = self._most_totals.astype(int).tolist()
-        least = [len(stages) for stages in self._shared]
+    def _relaxed(self, region: Region, threshold: float) -> tuple[float, np.ndarray] | None:
+        """As :meth:`relaxed`; the numbers of units have the shape (stages * runs,)."""
+        if self._simplex is None:
+            self._unit_s, self._simplex = threshold, DualSimplex(len(self._used))
+            self._simplex.add_rows(self._cut_rows[0][self._cut_rows[1]].toarray()[:, self._used])
+            self._simplex.add_rows(self._simplex_rows(0))
+        most_theta = 2 * threshold / self._unit_s
+        lower, upper = self._ranges(region, most_theta)
+        lower[-1] = 0.0
+        low, high = (limits[self._cut_rows[1]] for limits in self._cut_limits(region))
+        constants = np.array(self._constants) / self._unit_s
+        least = np.concatenate([lower[self._used], low, constants])
+        most = np.concatenate([upper[self._used], np.minimum(high, self.num_units), np.full(len(constants), np.inf)])
+        x = np.zeros(self._num_variables)
+        try:
+            solved = self._simplex.minimise(least, most, threshold / self._unit_s)
+            if solved is None:
+                return None
+            value_s, x[self._used] = solved[0] * self._unit_s, solved[1]
+        except UnsolvedError:
+            constraints = self._constraints(region, self._unit_s, most_theta, is_relaxed=True)
+            minimum = self._minimised(_without_integrality(constraints, lower, upper), -1, 1.0)
+            if minimum is None or minimum[0] * self._unit_s >= threshold:
+                return None
+            value_s, x = minimum[0] * self._unit_s, minimum[1]
+        return value_s, x[: self._num_counts]
+
+    @cached_property
+    def _used(self) -> np.ndarray:
+        """The variables that are not 0 in all cuts."""
+        is_used = np.ones(self._num_variables, dtype=bool)
+        is_used[: self._num_counts] = self.cut_graph.runs.possible.ravel()
+        return np.flatnonzero(is_used)
+
+    def _simplex_rows(self, first: int) -> np.ndarray:
+        """The rows of the bounds from the given one on: theta - v n, at least the constant."""
+        rows = -self._padded(np.array(self._rows[first:]) / self._unit_s)
+        rows[:, -1] = 1.0
+        return rows[:, self._used]
+
+    def limits_of_totals(self, region: Region) -> dict[tuple[int, ...], tuple[int, int]]:
+        """The least and the largest total of every worker with several stages in a region, by its stages."""
+        most = [region.totals.get(stages, int(limit)) for stages, limit in zip(self._shared, self._most_totals)]
+        least = [region.totals.get(stages, len(stages)) for stages in self._shared]
         if len(self._shared) == len(self.stages_of_workers):
             # All units of other stages are in the totals of other workers.
             least = [max(few, self.num_units - sum(most) + many) for few, many in zip(least, most)]
@@ -381,8 +425,8 @@ class CutProgram:
             self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0
         ).ravel()
         # Every stage has a unit.  With 0 in place of that the solver would see that totals are free, and remove them.
-        lower[self._totals] = [len(stages) for stages in self._shared]
-        upper[self._totals] = self._most_totals
+        lower[self._totals] = [region.totals.get(stages, len(stages)) for stages in self._shared]
+        upper[self._totals] = [region.totals.get(stages, most) for stages, most in zip(self._shared, self._most_totals)]
         return lower, upper
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:

@@ -37,11 +37,13 @@ class Region:
         ranges: Smallest and largest unit of each boundary, both included.
         num_units: Number of units of the chain.
         sizes: Least and largest number of units of some stages, by stage; all others have one unit or more.
+        totals: Number of units of all stages of some workers, by the worker's stages.
     """
 
     ranges: tuple[tuple[int, int], ...]
     num_units: int
     sizes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    totals: Mapping[tuple[int, ...], int] = field(default_factory=dict)
 
     @classmethod
     def whole(cls, num_stages: int, num_units: int) -> Region:
