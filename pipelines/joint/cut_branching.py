@@ -15,14 +15,14 @@ split when its bound rises slowly, or when a fractional cut of it is below the t
 **Totals.**  Most workers must work for most of a good step, so that the totals of workers with several stages have few values
 (:meth:`.cut_program.CutProgram.narrow_totals`).  The relaxation of all cuts does not know that.  With totals it is much tighter.
 
-**Branching.**  A region is split at one worker: into one region for each way to share the worker's total among its stages, if these
-ways are few.  While the stages of a worker share its units in fractions, a pass through each of them takes the mean time.  In whole
-units some passes are long and some are short, and neighbours wait for each other: the bound rises as soon as all stages of a worker
-are whole, and hardly before.  The workers of the last and the first stages come first: what they do delays all others.
+**Branching.**  A region is split at one worker: into one region for each of its totals; or if its total is known, into one for each
+way to share the total among its stages, if these ways are few.  While the stages of a worker share its units in fractions, a pass
+through each of them takes the mean time.  In whole units some passes are long and some are short, and neighbours wait for each
+other: the bound rises as soon as all stages of a worker are whole, and hardly before.  If the ways are many, or if the worker has
+one stage, the region is split in the cuts in which one stage has fewer, and more, units.
 
-If the ways are many, or if the worker has one stage, the region is split in the cuts in which one stage has fewer, and more, units.
-Of the first few stages with a fractional number of units it is the one whose parts have the best bounds (strong branching): the
-largest product of rises.
+All workers are tried (strong branching), else the first few stages with a fractional number of units.  The split is chosen whose
+parts count the least, where a part counts less the closer its bound is to the threshold.
 
 A solver of integer programs branches, too.  But it knows no bounds except those of whole cuts that it has found, and needs
 thousands of them where the stages of a worker can share its units in many ways.
@@ -57,8 +57,8 @@ _LEAST_RATE = 0.5
 _STEP = 0.3
 #: Largest number of paths in the linear program.
 _MAX_PATHS = 150
-#: Largest number of ways to share a worker's total in which a region is split.
-_MAX_SHARES = 40
+#: Largest number of parts in which a region is split at a worker.
+_MAX_WAYS = 40
 #: Largest number of stages that are tried for a split in two.
 _MAX_CANDIDATES = 4
 #: How much a part of a region counts less if its bound rises: exp(-x) for x times the rise to the threshold.
@@ -249,8 +249,7 @@ class CutBranching:
             return Branched(math.inf)
         if region.only_cut is not None:
             value_s = program.largest_value(region.only_cut)
-            is_excluded = value_s >= threshold
-            return Branched(math.inf) if is_excluded else Branched(value_s, cut=region.only_cut)
+            return Branched(math.inf) if value_s >= threshold else Branched(value_s, cut=region.only_cut)
         paths, means = self._paths, self._means
         for method in (paths, means) if paths.rate >= _LEAST_RATE * means.rate else (means,):
             solved = method.raised(region, solved)
@@ -280,30 +279,32 @@ class CutBranching:
                 for part in ways
                 if (solved := self.program.relaxed(part, self.incumbent.threshold)) is not None
             )
+            if len(parts) < 2:
+                return Branched(least_s, parts=parts)  # the region becomes smaller at no cost
             score = sum(math.exp(-_DECAY * (bound_s - least_s) / gap_s) for bound_s, _ in parts)
             if score < best_score:
                 best, best_score = parts, score
-            if len(parts) < 2:
-                break  # the region becomes smaller at no cost
         return Branched(least_s, parts=best)
 
     def _ways_of_worker(self, region: Region, stages: tuple[int, ...]) -> list[Region]:
-        """The parts of a region in which a worker with several stages has each possible total; or in which it shares its total in
-        each possible way, if these are few.  None if the stages are whole."""
+        """The parts of a region in which a worker with several stages has each possible total, or in which it shares its total in
+        each possible way; none if they are many, or if its stages are whole."""
         limits = region.limits_of_sizes[:, list(stages)]
         totals = self.program.limits_of_totals(region).get(stages)
         if totals is None or (limits[0] == limits[1]).all():
             return []
+        ways: Iterator[Region]
         if totals[0] < totals[1]:
-            return [
-                replace(region, totals={**region.totals, stages: total}) for total in range(totals[0], totals[1] + 1)
-            ]
-        few, many = limits.tolist()
-        shares = list(islice(shares_of_total(few, many, totals), _MAX_SHARES + 1))
-        if len(shares) > _MAX_SHARES:
-            return []
-        ranges_of_shares = [{stage: (size, size) for stage, size in zip(stages, share)} for share in shares]
-        return [replace(region, sizes={**region.sizes, **ranges}) for ranges in ranges_of_shares]
+            possible = range(totals[0], totals[1] + 1)
+            ways = (replace(region, totals={**region.totals, stages: total}) for total in possible)
+        else:
+            few, many = limits.tolist()
+            sizes = (
+                {s: (size, size) for s, size in zip(stages, share)} for share in shares_of_total(few, many, totals)
+            )
+            ways = (replace(region, sizes={**region.sizes, **own}) for own in sizes)
+        first = list(islice(ways, _MAX_WAYS + 1))
+        return first if len(first) <= _MAX_WAYS else []
 
     def _ways_of_stages(self, region: Region, counts: np.ndarray) -> list[list[Region]]:
         """For the first few stages that have a fractional number of units: the cuts of a region in which the stage has fewer units,

@@ -87,36 +87,35 @@ class DualSimplex:
             UnsolvedError: The method has numerical difficulties.
         """
         self._low, self._high = low, high
-        self._rebuild()
-        theta = self._num_variables - 1
+        if low[self._num_variables - 1] >= cutoff:
+            return None
         for number in range(_MAX_EXCHANGES):
-            if number % _MAX_AGE == _MAX_AGE - 1:
+            if number % _MAX_AGE == 0:
                 self._rebuild()
             is_low = self._is_low()
             at = np.where(is_low, low[self._nonbasic], high[self._nonbasic])
             values = self._matrix @ at
-            of_theta = np.flatnonzero(self._basic == theta)
-            if len(of_theta) and values[of_theta[0]] >= cutoff and self._certain_least(int(of_theta[0]), 1.0) >= cutoff:
+            of_theta = np.flatnonzero(self._basic == self._num_variables - 1)  # none if theta is nonbasic
+            if (values[of_theta] >= cutoff).any() and self._certain_least(int(of_theta[0]), 1.0) >= cutoff:
                 return None
-            below, above = low[self._basic] - values, values - high[self._basic]
-            outside = np.maximum(below, above)
-            is_outside = outside > _FEASIBLE
-            if not is_outside.any():
+            below = low[self._basic] - values
+            outside = np.maximum(below, values - high[self._basic])
+            if outside.max(initial=0.0) <= _FEASIBLE:
                 both = np.empty(len(low))
                 both[self._nonbasic], both[self._basic] = at, values
-                least = self._certain_least(int(of_theta[0]), 1.0) if len(of_theta) else float(low[theta])
-                return least, both[: theta + 1]
-            norms = 1.0 + np.einsum("ij,ij->i", self._matrix, self._matrix)
-            leaving = int(np.argmax(np.where(is_outside, outside * outside / norms, 0.0)))
+                x = both[: self._num_variables]
+                return self._certain_least(int(of_theta[0]), 1.0) if len(of_theta) else float(x[-1]), x
+            leaving = self._leaving(outside)
             sign = 1.0 if below[leaving] > 0 else -1.0
             entering = self._entering(sign * self._matrix[leaving], is_low, float(outside[leaving]))
             if entering is None:
                 end = low if sign > 0 else high
-                if self._certain_least(leaving, -sign) <= -sign * end[self._basic[leaving]]:
-                    raise UnsolvedError("no exchange, though there may be a solution")
-                return None
+                if self._certain_least(leaving, -sign) > -sign * end[self._basic[leaving]]:
+                    return None
+                break
             self._exchange(leaving, entering)
-        raise UnsolvedError("too many exchanges")
+        self._nonbasic = np.arange(self._num_variables)
+        raise UnsolvedError("neither a solution nor a proof that there is none")
 
     def _rebuild(self) -> None:
         """Compute D from the rows."""
@@ -128,17 +127,15 @@ class DualSimplex:
         x_in, x_out = basic[basic < n], nonbasic[nonbasic < n]
         z_in, z_out = basic[basic >= n] - n, nonbasic[nonbasic >= n] - n
         # The nonbasic activities give the basic variables: z_out = A[z_out, x_in] x_in + A[z_out, x_out] x_out.
+        of_others = np.hstack([-rows[np.ix_(z_out, x_out)], np.eye(len(z_out))])
         try:
-            of_x = np.linalg.solve(
-                rows[np.ix_(z_out, x_in)], np.hstack([-rows[np.ix_(z_out, x_out)], np.eye(len(z_out))])
-            )
+            of_x = np.linalg.solve(rows[np.ix_(z_out, x_in)], of_others)
         except np.linalg.LinAlgError as error:
             self._nonbasic = np.arange(n)
             raise UnsolvedError("a singular basis") from error
         of_z = rows[np.ix_(z_in, x_in)] @ of_x
         of_z[:, : len(x_out)] += rows[np.ix_(z_in, x_out)]
-        self._matrix = np.vstack([of_x, of_z])
-        self._basic, self._nonbasic = basic, nonbasic
+        self._matrix, self._basic, self._nonbasic = np.vstack([of_x, of_z]), basic, nonbasic
         costs = np.concatenate([self._costs, np.zeros(len(rows))])
         self._reduced = costs[nonbasic] + costs[basic] @ self._matrix
 
@@ -146,6 +143,11 @@ class DualSimplex:
         """Whether each nonbasic variable is at the low end of its range."""
         has_low, has_high = np.isfinite(self._low[self._nonbasic]), np.isfinite(self._high[self._nonbasic])
         return np.where(has_low & has_high, self._reduced >= 0, has_low)
+
+    def _leaving(self, outside: np.ndarray) -> int:
+        """The basic variable that is exchanged, by how far each is outside its range."""
+        norms = 1.0 + np.einsum("ij,ij->i", self._matrix, self._matrix)
+        return int(np.argmax(np.maximum(outside, 0.0) ** 2 / norms))
 
     def _entering(self, row: np.ndarray, is_low: np.ndarray, outside: float) -> int | None:
         """The nonbasic variable that a basic one is exchanged for, which is ``outside`` below its range (or above, if the row of D
@@ -185,11 +187,7 @@ class DualSimplex:
         weights[(weights > 0) & ~np.isfinite(self._low)] = 0.0
         weights[(weights < 0) & ~np.isfinite(self._high)] = 0.0
         number = self._basic[place]
-        of_x = np.zeros(n)
-        if number < n:
-            of_x[number] = sign
-        else:
-            of_x = sign * self._rows[number - n]
-        weights[:n] = of_x - weights[n:] @ self._rows
+        of_x = np.eye(1, n, number)[0] if number < n else self._rows[number - n]
+        weights[:n] = sign * of_x - weights[n:] @ self._rows
         used = np.flatnonzero(weights)
         return float(weights[used] @ np.where(weights[used] > 0, self._low[used], self._high[used]))

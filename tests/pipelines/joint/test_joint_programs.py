@@ -240,7 +240,9 @@ def test_the_best_cut_by_all_bounds(
         assert found is not None and (crosses or costs[tuple(found)] <= above * (1 + 4 * TOLERANCE))
         cuts.narrow_totals(region, above)
         assert cuts.find(region, above, 60.0) is not None and cuts.relaxed(region, above) is not None
-        assert all(has_totals(list(one), cuts.limits_of_totals(region)) for one, costs_s in costs.items() if costs_s <= least)
+        assert all(
+            has_totals(list(one), cuts.limits_of_totals(region)) for one, costs_s in costs.items() if costs_s <= least
+        )
         below = least * (1 - 4 * TOLERANCE) - 1e-5
         assert cuts.solve(region, below, 60.0) is None or crosses
         assert cuts.find(region, below, 60.0) is None or crosses
