@@ -4,12 +4,12 @@ A *cover* is a set of regions that together hold all cuts that are left.  Two me
 
 -   *program*: the integer program of :mod:`.cut_program` finds a cut that is below the threshold on all known bounds, or says that
     a region has none;
--   *branching*: :mod:`.cut_branching` bounds a region, or splits it in two.
+-   *branching*: :mod:`.cut_branching` bounds a region, or splits it.
 
-Each is fast where the other one takes hours, and which one that is shows only later.  So the program begins.  When it has had some
-seconds, branching has its turn until it has had as many, and so on; each turn of the program doubles what it has had.  So one
-method wastes at most about twice the time that the other one needs, but for what is lost when a program is interrupted.  The cuts
-are settled when one of the covers is empty, and the larger one of their bounds holds for all cuts that are left.
+Each is fast where the other one takes hours, and which one that is shows only later.  So the program begins.  When it has had a
+second, branching has its turn until it has had some times as much, and so on; each turn of the program doubles what it has had.  So
+the time that is wasted is a multiple of what the faster method needs.  The cuts are settled when one of the covers is empty, and
+the larger one of their bounds holds for all cuts that are left.
 
 A program of very many stages hardly ever ends.  There branching begins, and does not stop.
 """
@@ -34,7 +34,9 @@ __all__ = ["CutCovers"]
 _BEST_CUT_S = 0.1
 #: Seconds of processor time of the program before branching has its first turn; and the largest number of stages with which the
 #: program often ends.
-_PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 10.0, 48
+_PROGRAM_S, _MAX_STAGES_OF_PROGRAM = 1.0, 48
+#: What branching has had, as a multiple of what the program has had, when the program has its turn again.
+_BRANCHING_PART = 4.0
 
 
 class Cover:
@@ -125,7 +127,7 @@ class CutCovers:
             self._programs.append(branching.program)
             self._covers.append(Cover(branching.explore, self.least_s, self.bounds.whole_region, has_latest_first=True))
         cover = self._covers[1]
-        if not self._has_program or cover.seconds < 4 * program.seconds:
+        if not self._has_program or cover.seconds < _BRANCHING_PART * program.seconds:
             return cover
         self._turn_s = 2 * program.seconds
         return program

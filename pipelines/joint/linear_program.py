@@ -44,9 +44,9 @@ class LinearProgram:
     """
 
     objective: np.ndarray
-    rows: csr_matrix
+    rows: np.ndarray | csr_matrix
     most: np.ndarray
-    equal_rows: csr_matrix
+    equal_rows: np.ndarray | csr_matrix
     equal: np.ndarray
     ranges: np.ndarray
 
@@ -59,11 +59,11 @@ class LinearProgram:
         # Imported here because loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import linprog
 
-        # The simplex method has numerical difficulties with some programs that have no solution.
-        for method in ("highs-ds", "highs-ipm"):
-            solution = linprog(
-                self.objective, self.rows, self.most, self.equal_rows, self.equal, self.ranges, method=method
-            )
+        program = self.objective, self.rows, self.most, self.equal_rows, self.equal, self.ranges
+        # The simplex method has numerical difficulties with some programs that have no solution.  To presolve small programs takes
+        # longer than it saves.
+        for method, options in (("highs-ds", {"presolve": False}), ("highs-ipm", {})):
+            solution = linprog(*program, method=method, options=options)
             if solution.status == _SOLVED:
                 return solution
             if solution.status == _INFEASIBLE:

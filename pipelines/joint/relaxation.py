@@ -274,9 +274,6 @@ class Relaxation:
         Raises:
             UnsolvedError: The solver had numerical difficulties.
         """
-        # Imported here because it takes longer than most searches.
-        from scipy.sparse import csr_matrix
-
         num_others = 2 if has_exchange else 1
         parts = []
         for coefficients, of_exchange, of_theta, _ in rows:
@@ -287,9 +284,9 @@ class Relaxation:
         most = np.append(np.where(is_possible, np.inf, 0.0), [np.inf] * num_others)
         program = LinearProgram(
             objective=np.append(np.zeros(len(most) - 1), 1.0),
-            rows=csr_matrix(np.vstack(parts)),
+            rows=np.vstack(parts),
             most=np.concatenate([upper for *_, upper in rows]),
-            equal_rows=csr_matrix(np.hstack([of_runs, np.zeros((len(of_runs), num_others))])),
+            equal_rows=np.hstack([of_runs, np.zeros((len(of_runs), num_others))]),
             equal=self.sizes.astype(float),
             ranges=np.column_stack([np.zeros(len(most)), most]),
         )
