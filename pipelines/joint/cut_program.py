@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -226,7 +227,7 @@ class CutProgram:
         Bounds that have not limited such a cut for the longest time are dropped, if there are many.
 
         Args:
-            region: The region.
+            region: The region; its ranges of boundaries count only by the units that a stage may have.
             threshold: The finite threshold [s].
 
         Returns:
@@ -316,8 +317,9 @@ class CutProgram:
         """
         constraints = self._constraints(region, threshold * (1 + TOLERANCE), 1.0, is_relaxed=True)
         lower, upper = self._ranges(region, 1.0)
-        if self._narrows(constraints, lower, upper):
-            self._most_totals = upper[self._totals]
+        with suppress(TimeoutError):
+            if self._narrows(constraints, lower, upper):
+                self._most_totals = upper[self._totals]
 
     def _narrows(self, constraints: list[LinearConstraint], lower: np.ndarray, upper: np.ndarray) -> bool:
         """Lower the upper limits of totals to those without integrality, rounded down; return whether there is a solution.

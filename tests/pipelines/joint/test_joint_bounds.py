@@ -108,6 +108,8 @@ def test_a_step_is_its_longest_path(depth: int, count: int, again: bool, seed: i
             assert step == pytest.approx(expected, rel=1e-9) and path @ one == pytest.approx(expected, rel=1e-9), spec
             assert (path >= 0).all()
             paths.append(path)
+            graph._is_wide = not graph._is_wide  # node by node, or level by level
+            assert graph.step(one)[0] == step and (graph.step(one)[1] == path).all(), spec
         assert (np.array(paths) @ times.T <= truth * (1 + 1e-9) + 1e-12).all(), spec
         compared += 1
     assert compared >= 5
