@@ -327,11 +327,12 @@ class CutProgram:
         Raises:
             TimeoutError: The solver had numerical difficulties.
         """
+        program = _without_integrality(constraints, lower, upper)
         for total in self._totals:
-            solved = self._minimised(_without_integrality(constraints, lower, upper), total, -1.0)
+            solved = self._minimised(program, total, -1.0)
             if solved is None:
                 return False
-            upper[total] = math.floor(-solved[0] + _ROUNDING)
+            upper[total] = program.ranges[total, 1] = math.floor(-solved[0] + _ROUNDING)
         return True
 
     def _minimised(self, program: LinearProgram, variable: int, sign: float) -> tuple[float, np.ndarray] | None:
