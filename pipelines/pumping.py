@@ -108,6 +108,10 @@ class PumpedGraph:
         pumped = self._pumped(times)
         return best if pumped is None or pumped[0] <= best[0] else pumped
 
+    def longest_paths(self, times: np.ndarray) -> list[tuple[float, np.ndarray]]:
+        """As :meth:`step`, for many vectors of times; shape (vectors, terms)."""
+        return [self.step(one) for one in times]
+
     def steps(self, times: np.ndarray) -> np.ndarray:
         """Compute lower bounds for many vectors of times at once, by the condensed graph alone; as :meth:`.StepGraph.steps`."""
         return self.condensed.steps(times)

@@ -130,13 +130,26 @@ class StepGraph:
     def longest_path(self, times: np.ndarray) -> tuple[float, list[int]]:
         """Compute the makespan and the nodes of a longest path, from its beginning to its end; arguments as :meth:`step`."""
         durations = np.append(times, 0.0)[self._term] * self._times
-        ends = self._ends_by_level(durations) if self._is_wide else self._ends(durations)
+        return self._path(self._ends_by_level(durations) if self._is_wide else self._ends(durations))
+
+    def longest_paths(self, times: np.ndarray) -> list[tuple[float, np.ndarray]]:
+        """As :meth:`step`, for many vectors of times at once; shape (vectors, terms)."""
+        if len(times) * self.num_nodes < _WIDE * len(self._levels):
+            return [self.step(one) for one in times]
+        padded = np.pad(times.T, ((0, 1), (0, 0)))
+        ends = self._ends_by_level(padded[self._term] * self._times[:, None])
+        return [(step, self.counts(path)) for step, path in map(self._path, np.ascontiguousarray(ends.T))]
+
+    def _path(self, ends: np.ndarray | list[float]) -> tuple[float, list[int]]:
+        """The makespan and the nodes of a longest path, by when the nodes end (:meth:`_ends`)."""
         node = int(np.argmax(ends))
         step, path = float(ends[node]), []
+        # Single elements are read faster through memory views.
+        first, second, end = self._first.data, self._second.data, ends if isinstance(ends, list) else ends.data
         while node:
             path.append(node - 1)
-            first, second = int(self._first[node - 1]), int(self._second[node - 1])
-            node = second if ends[second] > ends[first] else first
+            one, other = first[node - 1], second[node - 1]
+            node = other if end[other] > end[one] else one
         return step, path[::-1]
 
     def _ends(self, durations: np.ndarray) -> list[float]:

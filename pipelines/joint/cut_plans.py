@@ -278,7 +278,7 @@ class CutPlans:
         factors = np.ones((len(_SLOWER), len(times)))
         for part in self.cut_graph.terms.of_stages:
             factors[:, part.start + stage] = _SLOWER
-        return [self.bounds.graph.step(times * slower)[1] for slower in factors]
+        return [path for _, path in self.bounds.graph.longest_paths(times * factors)]
 
     def _row_filter(self, bound: Bound, stage: int) -> RowFilter:
         """Return the filter for the rows of a stage that a bound allows."""

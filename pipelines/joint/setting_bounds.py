@@ -53,6 +53,8 @@ MAX_ROUNDS, MAX_CUT_ROUNDS = 40, 8
 _CLOSE = 0.1
 #: The same part in a quick search, which leaves the rest to a later one.
 _CLOSE_IF_QUICK = 0.4
+#: How far from the best fractional cut so far to the program's solution the points are whose longest paths are added.
+_STEPS = (0.1, 0.3, 0.6, 1.0)
 #: Largest number of paths in the linear program over all cuts.
 _MAX_PATHS = 80
 
@@ -395,11 +397,11 @@ class SettingBounds:
         is_new = relaxation.add_columns(mean.vectors[:, relaxation.first], reduced_costs)
         if not self.setting.schedule.synchronous:
             return is_new
-        # The longest path at the program's solution, and at the point halfway to the best fractional cut so far: the solutions
-        # alone swing from one extreme to another.
+        # The longest paths at the program's solution, and between it and the best fractional cut so far: the solutions alone swing
+        # from one extreme to another.
         begin = relaxed.times if center.times is None else center.times
-        for times in ((relaxed.times + begin) / 2, relaxed.times):
-            step, path = self.graph.step(times)
+        points = begin + np.multiply.outer(_STEPS, relaxed.times - begin)
+        for times, (step, path) in zip(points, self.graph.longest_paths(points)):
             is_new |= self.add_path(path)
             if step < center.step_s:
                 center.step_s, center.times = step, times

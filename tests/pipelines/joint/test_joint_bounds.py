@@ -110,6 +110,9 @@ def test_a_step_is_its_longest_path(depth: int, count: int, again: bool, seed: i
             paths.append(path)
             graph._is_wide = not graph._is_wide  # node by node, or level by level
             assert graph.step(one)[0] == step and (graph.step(one)[1] == path).all(), spec
+        for together in (times, np.tile(times, (20, 1))):  # one after the other, or at once
+            for number, (step, path) in enumerate(graph.longest_paths(together)):
+                assert step == graph.step(together[number])[0] and (path == paths[number % len(paths)]).all(), spec
         assert (np.array(paths) @ times.T <= truth * (1 + 1e-9) + 1e-12).all(), spec
         compared += 1
     assert compared >= 5
