@@ -22,7 +22,7 @@ other: the bound rises as soon as all stages of a worker are whole, and hardly b
 one stage, the region is split in the cuts in which one stage has fewer, and more, units.
 
 All workers are tried (strong branching), else the first few stages with a fractional number of units.  These are taken by their
-workers, from both ends of the pipeline inwards: a worker that is whole raises the bound more if its neighbour is whole, too.  The
+workers, from both ends of the model inwards: a worker that is whole raises the bound more if its neighbour is whole, too.  The
 split is chosen whose parts count the least, where a part counts less the closer its bound is to the threshold.
 
 A solver of integer programs branches, too.  But it knows no bounds except those of whole cuts that it has found, and needs
@@ -36,7 +36,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from time import process_time
-from typing import TypeVar
 
 import numpy as np
 
@@ -46,9 +45,7 @@ from .cut_regions import Cut, Region
 from .cut_times import times_of_counts
 from .setting_bounds import FractionalCut, SettingBounds, UnsettledError
 
-__all__ = ["Branched", "CutBranching", "from_both_ends", "shares_of_total"]
-
-_Item = TypeVar("_Item")
+__all__ = ["Branched", "CutBranching", "shares_of_total"]
 
 #: Largest number of rounds of either method for a region.
 _MAX_ROUNDS = 60
@@ -316,23 +313,13 @@ class CutBranching:
         least, most = region.limits_of_sizes
         sizes = counts.sum(axis=1)
         is_whole = np.abs(sizes - np.round(sizes)) <= _WHOLE
-        by_worker = dict.fromkeys(chain.from_iterable(from_both_ends(self.program.stages_of_workers)))
+        last = self.program.stages - 1
+        inwards = sorted(self.program.stages_of_workers, key=lambda stages: min(min(s, last - s) for s in stages))
+        by_worker = dict.fromkeys(chain.from_iterable(inwards))
         open_stages = [stage for stage in by_worker if least[stage] < most[stage]]
         candidates = [stage for stage in open_stages if not is_whole[stage]] or open_stages
         floors = np.clip(np.floor(sizes + _WHOLE).astype(int), least, most - 1)
         return [[*region.split(stage, int(floors[stage]))] for stage in candidates[:_MAX_CANDIDATES]]
-
-
-def from_both_ends(items: Sequence[_Item]) -> Iterator[_Item]:
-    """Iterate over the first and the last item, the second and the second last one, and so on.
-
-    >>> list(from_both_ends([1, 2, 3, 4, 5]))
-    [1, 5, 2, 4, 3]
-    """
-    for place in range((len(items) + 1) // 2):
-        yield items[place]
-        if place < len(items) // 2:
-            yield items[-1 - place]
 
 
 def shares_of_total(least: Sequence[int], most: Sequence[int], total: tuple[int, int]) -> Iterator[tuple[int, ...]]:
