@@ -399,8 +399,9 @@ class SettingBounds:
             return is_new
         # The longest paths at the program's solution, and between it and the best fractional cut so far: the solutions alone swing
         # from one extreme to another.
-        begin = relaxed.times if center.times is None else center.times
-        points = begin + np.multiply.outer(_STEPS, relaxed.times - begin)
+        points = relaxed.times[None]
+        if center.times is not None:
+            points = center.times + np.multiply.outer(_STEPS, relaxed.times - center.times)
         for times, (step, path) in zip(points, self.graph.longest_paths(points)):
             is_new |= self.add_path(path)
             if step < center.step_s:
