@@ -136,9 +136,8 @@ class StepGraph:
         """As :meth:`step`, for many vectors of times at once; shape (vectors, terms)."""
         if len(times) * self.num_nodes < _WIDE * len(self._levels):
             return [self.step(one) for one in times]
-        padded = np.pad(times.T, ((0, 1), (0, 0)))
-        ends = self._ends_by_level(padded[self._term] * self._times[:, None])
-        return [(step, self.counts(path)) for step, path in map(self._path, np.ascontiguousarray(ends.T))]
+        ends = np.ascontiguousarray(self._ends_of_many(times.T).T)
+        return [(step, self.counts(path)) for step, path in map(self._path, ends)]
 
     def _path(self, ends: np.ndarray | list[float]) -> tuple[float, list[int]]:
         """The makespan and the nodes of a longest path, by when the nodes end (:meth:`_ends`)."""
@@ -173,8 +172,12 @@ class StepGraph:
 
     def steps(self, times: np.ndarray) -> np.ndarray:
         """Compute the makespans for many vectors of times at once; shape (terms, vectors) -> (vectors,)."""
+        return np.asarray(self._ends_of_many(times).max(axis=0))
+
+    def _ends_of_many(self, times: np.ndarray) -> np.ndarray:
+        """When the nodes end, for many vectors of times; shape (terms, vectors) -> (nodes + 1, vectors), the first row is 0."""
         padded = np.vstack([times, np.zeros((1, times.shape[1]))])
-        return np.asarray(self._ends_by_level(padded[self._term] * self._times[:, None]).max(axis=0))
+        return self._ends_by_level(padded[self._term] * self._times[:, None])
 
 
 class _Nodes(NamedTuple):

@@ -235,6 +235,10 @@ class CutBranching:
         bounds.max_paths = max(bounds.max_paths, _MAX_PATHS)
         self._paths, self._means = _Paths(bounds, program, mean, vectors), _Means(bounds, program)
         self._is_first = True
+        last = program.stages - 1
+        workers = sorted(program.stages_of_workers, key=lambda stages: min(min(s, last - s) for s in stages))
+        #: All stages, by their workers from both ends of the model inwards.
+        self._inwards = list(dict.fromkeys(chain.from_iterable(workers)))
 
     def explore(self, region: Region) -> Branched:
         """Bound a region; if bounds do not exclude all of it, split it, or return its only cut.
@@ -313,10 +317,7 @@ class CutBranching:
         least, most = region.limits_of_sizes
         sizes = counts.sum(axis=1)
         is_whole = np.abs(sizes - np.round(sizes)) <= _WHOLE
-        last = self.program.stages - 1
-        inwards = sorted(self.program.stages_of_workers, key=lambda stages: min(min(s, last - s) for s in stages))
-        by_worker = dict.fromkeys(chain.from_iterable(inwards))
-        open_stages = [stage for stage in by_worker if least[stage] < most[stage]]
+        open_stages = [stage for stage in self._inwards if least[stage] < most[stage]]
         candidates = [stage for stage in open_stages if not is_whole[stage]] or open_stages
         floors = np.clip(np.floor(sizes + _WHOLE).astype(int), least, most - 1)
         return [[*region.split(stage, int(floors[stage]))] for stage in candidates[:_MAX_CANDIDATES]]
